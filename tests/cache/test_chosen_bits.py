@@ -41,7 +41,7 @@ def loud(dtype: torch.dtype = torch.float32) -> Any:
 
 
 def bits_of(cache: CompressedCache) -> list[tuple[int, int]]:
-    return [layer.table.held_bits.pair for layer in cache.slot_layers]
+    return [layer.table.stored_bits.pair for layer in cache.slot_layers]
 
 
 def test_a_step_of_a_loud_layer_is_bought_first_and_the_budget_holds() -> None:
@@ -135,7 +135,7 @@ def test_a_padded_batch_chunks_and_single_tokens(method: str) -> None:
     kvsketch.prefill(model, ids[:1], stream)
     for cache in (singles, stream):
         assert all(keys in (FEW, MANY) and values == FEW for keys, values in bits_of(cache))
-        assert not any(layer.table.chooses_bits for layer in cache.slot_layers)
+        assert not any(layer.table.stored_bits.auto for layer in cache.slot_layers)
 
 
 def test_crop_reorder_reset_and_a_continued_document() -> None:
@@ -151,7 +151,7 @@ def test_crop_reorder_reset_and_a_continued_document() -> None:
         swapped = model(ids.flip(0)[:, 120:126], past_key_values=cache).logits
         torch.testing.assert_close(swapped.flip(0), expected, atol=1e-4, rtol=1e-4)
         cache.reset()
-        assert all(layer.table.chooses_bits for layer in cache.slot_layers)
+        assert all(layer.table.stored_bits.auto for layer in cache.slot_layers)
         model(ids[:1, :120], past_key_values=cache)
         assert bits_of(cache.continued()) == bits_of(cache)
 

@@ -124,6 +124,6 @@ def test_what_cannot_be_promised_says_so_in_one_line() -> None:
 def test_bits_that_a_prompt_chooses_go_with_a_promise() -> None:
     model, ids = zoo.build("llama", **SIZES), zoo.tokens(1, 200)
     cache = read(model, ids, "rehearse:bits=auto:loss=90%")
-    assert cache.method.bits == "auto" and not any(layer.table.chooses_bits for layer in cache.slot_layers)
+    assert cache.method.bits == "auto" and not any(layer.table.stored_bits.auto for layer in cache.slot_layers)
     with torch.no_grad():
         assert model(ids[:, :9], past_key_values=cache).logits.isfinite().all()

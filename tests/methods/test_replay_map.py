@@ -1,4 +1,4 @@
-"""A repetition without its price: maps are recovered, a whole sample is the exact replay, maps come near it."""
+"""A repetition without its price: maps are recovered, and come near the exact replay."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsketch import CompressedCache, ops, prefill
+from kvsketch import CompressedCache, prefill
 from kvsketch.cache import fitting
 from kvsketch.methods import replay_map
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.methods.replay import Piece, piece_scores, pieces_of
+from kvsketch.methods.replay import Piece, pieces_of
 from kvsketch.methods.replay_map import Moments, ReplayMap
 from kvsketch.methods.waiting import Waiting
 from tests.helpers import zoo
@@ -44,10 +44,6 @@ def stored(cache: Any) -> Tensor:
     return torch.cat([layer.table.value_slots().flatten() for layer in cache.slot_layers])
 
 
-def kept(cache: Any) -> list[set[int]]:
-    return [set(head.tolist()) for layer in cache.slot_layers for head in layer.table.index_slots()[0]]
-
-
 # the maps
 
 
@@ -59,16 +55,15 @@ def test_a_linear_map_is_recovered() -> None:
     torch.testing.assert_close((parts[0] + parts[1]).fit(1e-12).double(), weights, atol=1e-5, rtol=1e-5)
 
 
-def test_planted_scores_come_back_where_the_model_repeated_nothing() -> None:
+def test_planted_scores_come_back_from_some_of_the_tokens() -> None:
     torch.manual_seed(1)
     virtual, keys, values = torch.rand(1, 2, 400), torch.randn(1, 2, 400, 8), torch.randn(1, 2, 400, 8)
     x = replay_map.features(virtual, keys, values)
     weights = torch.tensor([0.5, 0.0, 0.1, -0.1, 0.0, 0.3, -0.2, -1.5]).view(1, 1, 8, 1)
     real, at = replay_map.predicted(x, weights), torch.arange(100, 250)
     assert real.min() > 0 and real.max() < 1
-    result = replay_map.completed(x, real[:, :, at], at)
-    torch.testing.assert_close(result, real, atol=1e-3, rtol=1e-2)
-    assert torch.equal(result[:, :, at], real[:, :, at])
+    found = Moments.of_scores(x[:, :, at], real[:, :, at]).fit(replay_map.RIDGE)
+    torch.testing.assert_close(replay_map.predicted(x, found), real, atol=1e-3, rtol=1e-2)
 
 
 def test_features_of_a_padded_row_are_those_of_the_row_alone() -> None:
@@ -97,82 +92,12 @@ def test_a_planted_map_of_queries_is_found_and_applied_in_half_precision(common:
 # pieces
 
 
-@pytest.mark.parametrize(("tokens", "chunk", "sample"), [(300, 64, 40), (300, 64, 300), (2048, 2048, 256), (65, 64, 1)])
-def test_pieces_lie_in_their_chunks(tokens: int, chunk: int, sample: int) -> None:
-    pieces = pieces_of(tokens, chunk, sample)
-    assert all(a.end <= b.begin for a, b in itertools.pairwise(pieces)) and pieces[-1].end <= tokens
-    assert sample <= sum(piece.tokens for piece in pieces) <= sample + len(pieces)
-    assert pieces == pieces_of(tokens, chunk, sample)
-
-
-@pytest.mark.parametrize("sinks", [0, 4])
-def test_the_scores_of_a_piece_are_those_of_a_chunk(sinks: int) -> None:
-    q, k, copies = torch.randn(2, 4, 30, 8), torch.randn(2, 2, 30, 8), torch.randn(2, 2, 30, 8)
-    first = torch.randn(2, 2, sinks, 8)
-    expected = ops.replay_scores(q, q, k, first, 0.4, copies=copies)
-    torch.testing.assert_close(piece_scores(q, k, first, copies, 0.4, 0), expected)
-    more = torch.randn(2, 2, 12, 8)
-    # The rest of the chunk is like further sinks for the tokens of a piece.
-    among = piece_scores(q, torch.cat([more, k], 2), first, copies, 0.4, 12)
-    torch.testing.assert_close(among, piece_scores(q, k, torch.cat([first, more], 2), copies, 0.4, 0))
-
-
-# sampled
-
-
-@pytest.mark.parametrize("refit", ["none", "full"])
-@pytest.mark.parametrize("sample", ["100%", "1/8"])  # an eighth of 200 tokens is too few
-def test_a_whole_sample_is_the_exact_replay(model: Any, refit: str, sample: str) -> None:
-    ids, said = zoo.tokens(1, 200), zoo.tokens(1, 7, seed=3)[0]
-    caches = [
-        CompressedCache(model, Rehearse(refit=refit, replay=replay, sample=sample, **PLAIN))
-        for replay in ("exact", "sampled")
-    ]
-    for cache in caches:
-        prefill(model, ids, cache, instruction=said)
-    assert kept(caches[0]) == kept(caches[1])
-    torch.testing.assert_close(stored(caches[0]), stored(caches[1]), atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("how", ["exact", "stream"])
-def test_a_sample_scores_its_pieces_as_the_model_repeats_them(
-    model: Any, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("kvsketch.methods.rehearse.LEAST_SAMPLE", 8)
-    ids, seen = zoo.tokens(1, 240), []
-
-    def settle(self: Any, tables: Any) -> None:
-        seen.append([table.state_of(Waiting).real is not None for table in tables])
-        original(self, tables)
-
-    original = Rehearse.settle
-    monkeypatch.setattr(Rehearse, "settle", settle)
-    caches = [
-        CompressedCache(model, Rehearse(replay="sampled", sample="1/4", **PLAIN), prefill=how, chunk=80)
-        for _ in range(2)
-    ]
-    for cache in caches:
-        prefill(model, ids, cache)
-        prefill(model, zoo.tokens(1, 70, seed=9), cache)  # a second turn
-        assert cache.tokens_seen == 310
-    assert [True, True] in seen
-    assert torch.equal(stored(caches[0]), stored(caches[1]))
-
-
-def test_rows_with_padding_are_rehearsed_virtually(model: Any) -> None:
-    ids, mask = padded(zoo.tokens(2, 200), [0, 9])
-    caches = [CompressedCache(model, Rehearse(replay=replay, **PLAIN)) for replay in ("virtual", "sampled")]
-    for cache in caches:
-        prefill(model, ids, cache, mask)
-    assert torch.equal(stored(caches[0]), stored(caches[1]))
-
-
-def test_a_sample_that_was_not_repeated_is_refused_with_the_way_out(model: Any) -> None:
-    cache = CompressedCache(model, Rehearse(replay="sampled", **PLAIN))
-    with torch.no_grad():
-        model(zoo.tokens(1, 100), past_key_values=cache)
-        with pytest.raises(ValueError, match=r"100 tokens.*cache.replay"):
-            model(zoo.tokens(1, 1), past_key_values=cache)
+@pytest.mark.parametrize(("tokens", "chunk"), [(300, 64), (2048, 2048), (65, 64), (1, 64)])
+def test_pieces_are_the_chunks_of_a_text(tokens: int, chunk: int) -> None:
+    pieces = pieces_of(tokens, chunk)
+    assert pieces[0].begin == 0 and pieces[-1].end == tokens
+    assert all(a.end == b.begin for a, b in itertools.pairwise(pieces))
+    assert max(piece.tokens for piece in pieces) <= 1.5 * chunk
 
 
 # learned
@@ -260,8 +185,7 @@ def test_a_map_without_learned_is_refused() -> None:
         Rehearse(map="x")
 
 
-def test_pieces_of_a_forward_are_learned_one_by_one(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvsketch.methods.rehearse.LEAST_SAMPLE", 8)
+def test_every_piece_is_learned_with_what_was_said_before_it(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     heard: list[Piece] = []
     original = Rehearse.learn
 
@@ -271,6 +195,29 @@ def test_pieces_of_a_forward_are_learned_one_by_one(model: Any, monkeypatch: pyt
         original(self, table, queries, copies, piece)
 
     monkeypatch.setattr(Rehearse, "learn", learn)
-    method = Rehearse(replay="sampled", sample="1/4", **PLAIN)
-    prefill(model, zoo.tokens(1, 240), CompressedCache(model, method))
-    assert sorted(set(heard)) == pieces_of(240, 64, 60) and len(heard) == 2 * len(set(heard))
+    prefill(model, zoo.tokens(1, 240), CompressedCache(model, Rehearse(replay="exact", **PLAIN)))
+    assert sorted(set(heard)) == pieces_of(240, 64) and len(heard) == 2 * len(set(heard))
+
+
+def test_a_fit_adds_up_virtual_features_and_real_scores(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The sums of a text are those of its features under the map of queries and of its exact replay."""
+    ids, methods = zoo.tokens(1, 200, seed=20), []
+
+    def read(method: Any) -> None:
+        methods.append(method)
+        prefill(model, ids, CompressedCache(model, method))
+
+    maps = fitting.fit(read)
+    settings: dict[str, Any] = {"budget": "100%", "refit": "none", "bits": 16}
+    real = scores(model, Rehearse(replay="exact", **settings), ids, monkeypatch)
+    virtual = scores(
+        model, Rehearse(replay="learned", **settings).with_map(ReplayMap(maps.queries, {})), ids, monkeypatch
+    )
+    cache = CompressedCache(model, "full")
+    prefill(model, ids, cache)
+    for layer, table in enumerate(layer.table for layer in cache.slot_layers):
+        x = replay_map.features(virtual[layer : layer + 1], table.key_slots(), table.value_slots())
+        expected = Moments.of_scores(x, real[layer : layer + 1])
+        sums = methods[-1].sums[fitting.SCORES][layer]
+        torch.testing.assert_close(sums.square, expected.square[0], rtol=1e-4, atol=1e-3)
+        torch.testing.assert_close(sums.product, expected.product[0], rtol=1e-4, atol=1e-3)

@@ -271,7 +271,7 @@ WRONG: dict[str, tuple[dict[str, Any], str]] = {
     "padding": ({"padding": torch.zeros(3, dtype=torch.int64)}, r"padding must be \[1\], got \[3\]"),
     "row_lse": ({"row_lse": torch.zeros(1, 4, 7), "noise": NOISE}, r"row_lse holds the sums of plain attention"),
     "temperature": ({"temperature": 0.0}, r"must have positive temperatures"),
-    "into": ({"into": torch.zeros(1, 2, 7, dtype=torch.float64)}, r"into must be contiguous float32, got"),
+    "into": ({"into": torch.zeros(1, 2, 7, dtype=torch.float64)}, r"into must be float32 \[1, 2, 7\], got"),
 }  # fmt: skip
 
 

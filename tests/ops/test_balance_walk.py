@@ -255,7 +255,7 @@ def test_bad_arguments_name_the_choices(device: torch.device) -> None:
         (dict(walk="lazy"), "greedy, random"),
         (dict(c=0.0), "positive"),
         (dict(on_fail="retry"), "clip, raise"),
-        (dict(weights=torch.ones(1, 1, 3)), "one per slot"),
+        (dict(weights=torch.ones(1, 1, 3)), r"weights must be \[1, 1, 13\]"),
     ):
         with pytest.raises(ValueError, match=message):
             ops.balance_walk(k, v, slots, 0.25, **options)

@@ -91,7 +91,7 @@ def test_bad_arguments_are_named() -> None:
         ops.cluster_index(labels.long(), 3)
     with pytest.raises(ValueError, match="clusters=0 must be 1 or more"):
         ops.cluster_index(labels, 0)
-    with pytest.raises(ValueError, match=r"rows must be \[batch, heads, slots, size\]"):
+    with pytest.raises(ValueError, match=r"rows must be \[1, 2, 5, size\]"):
         ops.cluster_means(torch.zeros(1, 2, 4, 8), ops.cluster_index(labels, 3))
 
 

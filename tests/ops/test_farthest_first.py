@@ -239,7 +239,7 @@ def test_tiles_cover_the_keys(length: int) -> None:
 
 def test_wrong_arguments_say_what_is_wrong() -> None:
     keys = normal(1, 2, 10, 8)
-    with pytest.raises(ValueError, match=r"4 dimensions.*\[2, 10, 8\]"):
+    with pytest.raises(ValueError, match=r"keys must be \[batch, heads, keys, size\], got \[2, 10, 8\]"):
         ops.farthest_first(keys[0], 3)
     with pytest.raises(ValueError, match=r"valid must be bool \[1, 2, 10\]"):
         ops.farthest_first(keys, 3, valid=torch.ones(1, 10, dtype=torch.bool))

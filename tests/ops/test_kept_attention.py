@@ -73,7 +73,7 @@ def test_shapes_that_do_not_fit_are_named() -> None:
     q, k, v, kept, hidden = inputs()
     with pytest.raises(ValueError, match=r"q, k, v and kept must be"):
         kept_attention(q[:, :, 1:], k, v, kept, 1.0)
-    with pytest.raises(ValueError, match=r"hidden \[2, 70\]"):
+    with pytest.raises(ValueError, match=r"hidden must be \[3, 70\], got \[2, 70\]"):
         kept_attention(q, k, v, kept, 1.0, hidden[1:])
-    with pytest.raises(ValueError, match=r"elsewhere \[2\] must be \[3, 37\]"):
+    with pytest.raises(ValueError, match=r"elsewhere must be \[3, 37\], got \[2\]"):
         kept_attention(q, k, v, kept, 1.0, elsewhere=torch.zeros(2))

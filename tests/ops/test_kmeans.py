@@ -292,11 +292,11 @@ def test_float64_falls_back_to_the_reference(device: torch.device) -> None:
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"keys": torch.zeros(2, 5, 4)}, "keys must have 4 dimensions"),
+        ({"keys": torch.zeros(2, 5, 4)}, r"keys must be \[batch, heads, keys, size\]"),
         ({"keys": torch.zeros(2, 1, 5, 4).int()}, "keys must be float32"),
         ({"clusters": 0}, "clusters=0 must be 1 or more"),
         ({"rounds": -1}, "rounds=-1 must be 0 or more"),
-        ({"metric": "l1"}, "metric=l1 is not one of cosine, l2, inner"),
+        ({"metric": "l1"}, "metric='l1' is not one of cosine, l2, inner"),
         ({"start": torch.zeros(3).int()}, r"start must be integers \[2\]"),
         ({"counts": torch.zeros(2)}, r"counts must be integers \[2\]"),
     ],

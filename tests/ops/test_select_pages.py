@@ -215,9 +215,9 @@ def test_bounds_follow_the_tokens(
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        ({"q": torch.zeros(1, 3, 1, 8)}, "q must be"),
+        ({"q": torch.zeros(1, 3, 1, 8)}, "q has 3 heads, which is not a multiple of the 2 heads"),
         ({"q": torch.zeros(1, 4, 2, 8)}, "q must be"),
-        ({"page_max": torch.zeros(1, 2, 4, 8)}, "page_min and page_max must be alike"),
+        ({"page_max": torch.zeros(1, 2, 4, 8)}, r"page_max must be float32 \[1, 2, 5, 8\]"),
         ({"seen": torch.tensor(5)}, "seen must be int64"),
         ({"padding": torch.zeros(2).long()}, r"padding must be int64 \[1\]"),
         ({"page": 0}, "page=0"),

@@ -19,7 +19,7 @@ from tests.ops.formula import make_inputs, needs_triton
     ("change", "message"),
     [
         ({"q": torch.zeros(1, 3, 1, 16)}, "not a multiple of the 2 heads"),
-        ({"q": torch.zeros(4, 1, 16)}, "q must have 4 dimensions"),
+        ({"q": torch.zeros(4, 1, 16)}, r"q must be \[batch, heads, length, size\]"),
         ({"k": torch.zeros(1, 2, 40, 8)}, r"k must be \[1, heads, slots, 16\]"),
         ({"v": torch.zeros(1, 2, 41, 16)}, r"v must be \[1, 2, at most 40, size\]"),
         ({"v": torch.zeros(1, 2, 40, 16, dtype=torch.float16)}, "must share one dtype"),

@@ -20,7 +20,7 @@ from kvsketch import CompressedCache
 from kvsketch.decode import shared as shared_rows
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Draw, nucleus
-from kvsketch.serve import engine as engine_module
+from kvsketch.serve import own_steps
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
@@ -403,7 +403,7 @@ def test_a_short_row_joins_before_its_own_step_is_recorded(start: Any, monkeypat
     run = Step.run
     monkeypatch.setattr(Step, "run", lambda step: (steps.append(step.cache.tokens_seen), run(step)))
     monkeypatch.setattr(Step, "_record", lambda step: pytest.fail("recorded"))
-    monkeypatch.setattr(engine_module, "impossible", lambda *_: None)
+    monkeypatch.setattr(own_steps, "impossible", lambda *_: None)
     method = "rehearse:sinks=2:recent=4"
     answer = list(start(method, prefill="exact").submit(Request(prompt(0, 50), 30)))
     assert answer == answer_alone(method, prompt(0, 50), 30, CompressedCache(model(), method))
@@ -492,7 +492,7 @@ def test_many_clients_at_once(start: Any) -> None:
     state = engine.state()
     assert sum(state.finished.values()) == 200 and "error" not in state.finished
     assert (state.running, state.reading, state.waiting) == (0, 0, 0) and state.device_bytes == bytes_before
-    assert not engine._on_the_way and len(engine._spare) <= engine.readers
+    assert not engine._on_the_way and len(engine._caches.spare) <= engine.readers
 
 
 def right(ticket: Ticket, expected: list[int]) -> bool:

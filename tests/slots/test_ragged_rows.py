@@ -139,7 +139,7 @@ class Machine(RuleBasedStateMachine):
             for index, *chosen in zip(table.index_slots(), stays, weights, strict=True):
                 self._decide_layer(next(layers), row, index, *chosen)
             table.keep(stays, Layout.of(stays.sum(-1) + SPARE, bool(self.bits)), weights)
-            table.note_settled()
+            table.note(settled=table.seen)
         row.settled, row.left = row.seen, WAIT
 
     def _decide_layer(self, layer: int, row: Row, index: Tensor, stays: Tensor, weights: Tensor) -> None:

@@ -121,7 +121,7 @@ class Machine(RuleBasedStateMachine):
             self._decide(tables, request)
         else:
             for table in tables:
-                table.note_settled()
+                table.note(settled=table.seen)
         self.pages.put(page, tables)
         self.requests[page] = request
 
@@ -143,7 +143,7 @@ class Machine(RuleBasedStateMachine):
                     stays[0, head, at], weights[0, head, at] = True, token.held[-2]
                 request.heads[layer, head] = kept
             table.keep(stays, Layout.of(stays.sum(-1) + 1, bool(self.bits)), weights)
-            table.note_settled()
+            table.note(settled=table.seen)
         request.settled, request.queries = request.seen, [[] for _ in range(LAYERS)]
 
     def _tables(self, page: int) -> list[SlotTable]:

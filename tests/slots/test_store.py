@@ -335,7 +335,7 @@ class Machine(RuleBasedStateMachine):
                 table.rebuild(chosen, request.capacity - 1, weights.gather(2, chosen))
             else:
                 table.keep(stays, Layout.of(stays.sum(-1) + 1, bool(self.bits)), weights)
-            table.note_settled()
+            table.note(settled=table.seen)
         request.settled = request.seen
 
     def _keep(

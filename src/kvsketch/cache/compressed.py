@@ -73,7 +73,7 @@ class CompressedCache(Cache):
     ) -> None:
         require_stream(prefill, chunk)
         self.method = parse_method(method)
-        if prefill == "stream" and getattr(self.method, "loss", None) is not None:
+        if prefill == "stream" and repetition.repeats(self.method) and self.method.promises:
             raise ValueError(f"{self.method} tries several budgets on the whole text; use prefill='exact'")
         self.check, self.prefill, self.chunk = check, prefill, chunk
         config = making.served_config(model, self.method)

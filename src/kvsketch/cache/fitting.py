@@ -25,10 +25,10 @@ from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods import replay_map
 from kvsketch.methods.base import Method
-from kvsketch.methods.rehearse import LEARNED, SAMPLED, Rehearse
+from kvsketch.methods.rehearse import EXACT, LEARNED, Rehearse
 from kvsketch.methods.replay import Piece, positions_of
 from kvsketch.methods.replay_map import Moments, ReplayMap
-from kvsketch.methods.waiting import Waiting
+from kvsketch.methods.waiting import Waiting, newest_slots
 from kvsketch.models.files import home
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
@@ -41,16 +41,22 @@ class Fitting(Rehearse):
     """Repeats all of a text, keeps everything, and adds up what a fit needs, by layer."""
 
     sums: dict[str, dict[int, Moments]] = field(default_factory=dict, compare=False, kw_only=True)
-    first: dict[int, Tensor] = field(default_factory=dict, compare=False, kw_only=True)  # queries of the first reading
+    # of each layer: queries of the first reading; once these have a map, features of the tokens
+    first: dict[int, Tensor] = field(default_factory=dict, compare=False, kw_only=True)
 
     def _add(self, kind: str, layer: int, moments: Moments) -> None:
         own = self.sums.setdefault(kind, {})
         own[layer] = own[layer] + moments if layer in own else moments
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
+        super().compress(table, queries)
         if self.learned is None:
             self.first[table.layer_idx] = _unrotated(table, queries, positions_of(table, queries.shape[2]))
-        super().compress(table, queries)
+        elif self.queue(table).unrepeated:
+            self.score(table, queries)
+            self.first[table.layer_idx] = self._replay.features(table)
+            state = table.state_of(Waiting)
+            state.score = state.again = state.chunks = None
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
         if self.learned is None:
@@ -61,9 +67,12 @@ class Fitting(Rehearse):
         super().learn(table, queries, copies, piece)
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        for table in tables if self.learned is not None else ():
-            if (real := table.state_of(Waiting).real) is not None:
-                moments = Moments.of_scores(self._replay.features(table), real)
+        repeated = self.learned is not None and not self.queue(tables[0]).unrepeated
+        for table in tables if repeated else ():
+            state = table.state_of(Waiting)
+            if state.score is not None:
+                real = state.score.gather(2, newest_slots(table, state.scored))
+                moments = Moments.of_scores(self.first[table.layer_idx], real)
                 self._add(SCORES, table.layer_idx, Moments(moments.square.sum(0), moments.product.sum(0)))
         super().settle(tables)
 
@@ -74,7 +83,7 @@ def _unrotated(table: SlotTable, queries: Tensor, places: Tensor) -> Tensor:
 
 def fit(read: Callable[[Method], None]) -> ReplayMap:
     """The maps of a model; `read` lets it read all texts with a method, each in a cache of its own."""
-    method = Fitting(budget="100%", replay=SAMPLED, sample="100%", refit="none", bits=16)
+    method = Fitting(budget="100%", replay=EXACT, refit="none", bits=16)
     read(method)
     queries = {layer: replay_map.fitted_queries(moments) for layer, moments in method.sums[QUERIES].items()}
     method = method.with_map(ReplayMap(queries, {}))

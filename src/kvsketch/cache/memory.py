@@ -22,7 +22,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import BITS
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.codes import FewBits
+from kvsketch.slots.codes import MANY, FewBits
 from kvsketch.slots.heads import head_share
 from kvsketch.slots.table import ExactTable, SlotTable
 
@@ -48,9 +48,11 @@ def description(layers: Sequence[SlotLayer]) -> str:
     for layer in layers:
         table, used = layer.table, layer.table.used_slots()
         least, most = int(used.min()), int(used.max())
-        bits = FewBits() if table.exact else table.held_bits
+        bits = FewBits() if table.exact else table.stored_bits
         slots = f"{least}" if least == most else f"{least} to {most}"
-        lines.append(f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys}/{bits.values}':8} {stored_bytes([layer]):13,}")
+        lines.append(
+            f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys or MANY}/{bits.values}':8} {stored_bytes([layer]):13,}"
+        )
         if offloaded:
             lines[-1] += f" {sum(tensor.nbytes for tensor in table.host_tensors()):16,}"
     if layers[0].table.document is not None:

@@ -1,6 +1,6 @@
 """The model repeats what a cache has read, for methods that choose by that: the exact replay of KVzip.
 
-    piece by piece     instruction, the last tokens before the piece, the piece itself: a chunk, or several shorter ones
+    piece by piece     instruction, the last tokens before the piece, the piece itself
                        one forward over the whole cache; the method learns from its queries and keys
                        the tokens of the repetition are dropped
 
@@ -36,7 +36,7 @@ class RepeatingMethod(Protocol):
     @property
     def repeats(self) -> bool: ...
     @property
-    def chunk(self) -> int: ...
+    def promises(self) -> bool: ...
     def queue(self, table: SlotTable) -> Queue: ...
     def pieces(self, tokens: int, most: int) -> list[Piece]:
         """What the model repeats of so many tokens; whole chunks have at most `most`."""
@@ -82,14 +82,14 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
     _require(cache, input_ids, unrepeated)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    forwards = _together(method.pieces(unrepeated, cache.chunk), min(method.chunk, cache.chunk))
-    _require_positions(cache, model, forwards, said.shape[1])
+    pieces = method.pieces(unrepeated, cache.chunk)
+    _require_positions(cache, model, pieces, said.shape[1])
     for table in tables:
         method.queue(table).start_repetition()
     try:
-        for pieces in forwards:
-            _say(cache, method, model, said, ids, pieces)
-        if getattr(method, "loss", None) is not None:
+        for piece in pieces:
+            _say(cache, method, model, said, ids, piece)
+        if method.promises:
             promise.keep(cache, model, ids, said)
         else:
             with plain():
@@ -99,21 +99,9 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
         raise
 
 
-def _together(pieces: Sequence[Piece], most: int) -> list[list[Piece]]:
-    """Pieces that are said in one forward, of `most` tokens unless one alone has more."""
-    result: list[list[Piece]] = []
-    for piece in pieces:
-        if not result or sum(each.tokens for each in result[-1]) + piece.tokens > most:
-            result.append([])
-        result[-1].append(piece)
-    return result
-
-
-def _say(
-    cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, pieces: Sequence[Piece]
-) -> None:
-    """One forward of which nothing stays; the method learns the pieces of it."""
-    spoken = torch.cat([said, *(ids[:, max(0, piece.begin - BEFORE) : piece.end] for piece in pieces)], 1)
+def _say(cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
+    """One forward of which nothing stays; the method learns the piece."""
+    spoken = torch.cat([said, ids[:, max(0, piece.begin - BEFORE) : piece.end]], 1)
     layers, count = cache.slot_layers, spoken.shape[1]
     cache.activate_past_recording()
     forward, known = layers[0].forward, {}
@@ -132,11 +120,7 @@ def _say(
     with plain():
         for layer, (queries, keys) in zip(layers, heard, strict=True):
             assert queries is not None
-            end = said.shape[1]
-            for piece in pieces:
-                begin, end = end, end + min(BEFORE, piece.begin) + piece.tokens
-                copies = torch.cat([keys[:, :, : said.shape[1]], keys[:, :, begin:end]], 2)
-                method.learn(layer.table, queries[:, :, end - piece.tokens : end], copies, piece)
+            method.learn(layer.table, queries[:, :, -piece.tokens :], keys, piece)
 
 
 def _keys(layer: SlotLayer, count: int) -> Tensor:
@@ -158,10 +142,10 @@ def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
         )
 
 
-def _require_positions(cache: Repeating, model: Any, forwards: list[list[Piece]], said: int) -> None:
+def _require_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int) -> None:
     """Raises ValueError where the model has no positions behind the text for what comes again."""
     last = rotary.last_position(model.config)
-    said_again = (sum(min(BEFORE, piece.begin) + piece.tokens for piece in pieces) for pieces in forwards)
+    said_again = (min(BEFORE, piece.begin) + piece.tokens for piece in pieces)
     again = max(said_again, default=promise.BEFORE + promise.LENGTH)
     if last is not None and cache.tokens_seen + said + again > last:
         raise ValueError(

@@ -7,6 +7,7 @@ from typing import Any
 
 from kvsketch.cache.interrupted import require_whole
 from kvsketch.cache.layer import DRAFTS, OVER, SlotLayer
+from kvsketch.slots.roll_back import drop_newest
 from kvsketch.slots.tensors import plain
 
 
@@ -58,13 +59,13 @@ def _crop(layer: SlotLayer, count: int) -> None:
         layer.table, layer.pending = layer.table.cleared(), None
     elif count > 0 or layer.pending is not None:
         with plain(), layer.changing():
-            layer.table.set_prompt(_prompt_without(layer, count))
+            layer.table.note(prompt_tokens=_prompt_without(layer, count))
             if _is_draft(layer, count):
-                layer.table.drop_newest(count)
+                drop_newest(layer.table, count)
             else:
                 # What waits to be compressed goes first: a method knows only what it has compressed.
                 drafted = layer.table.new_tokens if layer.pending is not None else 0
-                layer.table.drop_newest(drafted)
+                drop_newest(layer.table, drafted)
                 layer.pending = None
                 layer.method.forget(layer.table, count - drafted)
     if layer.record_past:

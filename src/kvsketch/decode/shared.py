@@ -178,9 +178,9 @@ class SharedRows:
                 return DocumentRows(packed, rows, room, clock, most, needs, query_heads), logits.shape[1]
             return RaggedRows(packed, rows, room, clock, most, needs), logits.shape[1]
         for table in singles:
-            table.set_prompt(self.longest)
+            table.note(prompt_tokens=self.longest)
             self.method.bound(table, self.longest)
-            table.set_prompt(1)
+            table.note(prompt_tokens=1)
         return EqualRows([table.bounded for table in singles], rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:

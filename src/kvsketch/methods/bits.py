@@ -32,7 +32,7 @@ QUERIES, ROWS = 64, 4  # of a prompt, and of a batch, that are looked at
 
 def note_rounding(table: SlotTable, queries: Tensor) -> None:
     """Notes what rounding its keys costs the queries [B, Hq, n, D] just asked, before the table is coded."""
-    if not table.chooses_bits or not table.exact or table.waits_for_codes or table.rounding is not None:
+    if not table.stored_bits.auto or not table.exact or table.waits_for_codes or table.rounding is not None:
         return
     rows = torch.linspace(0, len(queries) - 1, min(ROWS, len(queries))).long().tolist()
     sums = torch.stack([_moved(table, queries, row) for row in rows]).sum(0)  # [2, H]
@@ -62,7 +62,7 @@ def settle_bits(tables: Sequence[SlotTable], slots: Sequence[Tensor] | None = No
 
     `slots` of one number: how many each of them will hold, else as many as it holds.
     """
-    if not all(table.chooses_bits for table in tables) or (slots is None and any(table.exact for table in tables)):
+    if not all(table.stored_bits.auto for table in tables) or (slots is None and any(table.exact for table in tables)):
         return
     costs = [table.rounding for table in tables if table.rounding is not None]
     if len(costs) < len(tables):

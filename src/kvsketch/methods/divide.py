@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Tokens
-from kvsketch.slots.heads import of_all_heads
+from kvsketch.slots.heads import of_all_heads, own_heads
 from kvsketch.slots.table import SlotTable
 
 SHARES = HEAD, LAYER, MODEL = ("head", "layer", "model")
@@ -56,7 +56,7 @@ def winners(tables: Sequence[SlotTable], worth: list[Tensor], counts: list[Token
     else:
         best = best_of(everywhere, sum(w.shape[1] for w in everywhere) * counts[0])
     return [
-        part[:, table.own_heads, : w.shape[2]] for part, table, w in zip(best, tables, worth, strict=True)
+        part[:, own_heads(table), : w.shape[2]] for part, table, w in zip(best, tables, worth, strict=True)
     ]  # fmt: skip
 
 
@@ -89,7 +89,7 @@ def capacities(tables: Sequence[SlotTable], claims: Sequence[Claim], floor: Frac
     fit = torch.stack([(each > NEG_INF).sum((1, 2)) for each in worth], 1).sum(1, keepdim=True) <= total
     result = always + mixed(won, equal, floor, fit)  # [B, A]
     parts = result.split([claim.always.shape[1] for claim in near], 1)
-    return [part[:, t.own_heads].to(t.device) for part, t in zip(parts, tables, strict=True)]
+    return [part[:, own_heads(t)].to(t.device) for part, t in zip(parts, tables, strict=True)]
 
 
 def mixed(won: Tensor, equal: Tensor, floor: Fraction, fit: Tensor) -> Tensor:  # [B, A]

@@ -54,7 +54,7 @@ class KVzip(WaitingMethod):
             super().compress(table, queries)
 
     def pieces(self, tokens: int, most: int) -> list[Piece]:
-        return pieces_of(tokens, min(self.chunk, most), tokens)
+        return pieces_of(tokens, min(self.chunk, most))
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
         Replay(self.chunk, self.sinks).exact(table, queries, copies, piece.tokens)

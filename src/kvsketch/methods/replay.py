@@ -6,9 +6,7 @@ score(j) = max over the queries i of the repetition, and the query heads of the 
 exact      the model repeats the text in a second forward (`cache.repetition`), as in KVzip (arXiv 2505.23416)
 virtual    queries of the text are rotated to the positions of a repetition, which rotary embeddings allow; no
            forward is needed
-sampled    the model repeats a piece of each chunk; a map from virtual to real scores (`replay_map`), fitted on these
-           pieces, predicts the others
-learned    a map that was fitted on other texts (`kvsketch fit`) predicts all
+learned    a map that was fitted on other texts (`replay_map`, `kvsketch fit`) makes real scores of virtual ones
 """
 
 from __future__ import annotations
@@ -70,34 +68,6 @@ class Replay:
         scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copies[:, :, begun:])
         state.note(table, slots, scores, [tokens], sampled(q, keys.shape[1], 1, None, self.samples))
 
-    def piece(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
-        """Notes the real scores of a piece of a chunk that has virtual ones; queries and keys as in `exact`."""
-        state = table.state_of(Waiting)
-        assert state.chunks is not None and state.again is not None
-        table.unpack()
-        ends = list(itertools.accumulate(state.chunks[0].tolist()))
-        number = sum(end <= piece.begin for end in ends)
-        begin, end = [0, *ends][number : number + 2]
-        keys = table.tokens_at(newest_slots(table, state.scored)[:, :, begin:end])[0]
-        first = first_keys(table, self.sinks) if table.seen - state.scored + begin >= self.sinks else keys[:, :, :0]
-        said, q = copies.shape[2] - piece.tokens, queries.to(keys.dtype)
-        sinks, copied = torch.cat([first, copies[:, :, :said]], 2), copies[:, :, said:]
-        if piece.tokens == end - begin:
-            scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copied)
-            state.again[:, :, number] = sampled(q, keys.shape[1], 1, None, self.samples)[:, :, 0]
-        else:
-            scores = piece_scores(q, keys, sinks, copied, table.scale, piece.begin - begin)
-        state.real = scores if state.real is None else torch.cat([state.real, scores], 2)
-
-    def complete(self, table: SlotTable, pieces: list[Piece]) -> None:
-        """Scores of all tokens from those of the pieces that the model has repeated."""
-        state = table.state_of(Waiting)
-        assert state.score is not None and state.real is not None
-        slots, x = newest_slots(table, state.scored), self.features(table)
-        at = torch.cat([torch.arange(piece.begin, piece.end, device=x.device) for piece in pieces])
-        state.score.scatter_(2, slots, replay_map.completed(x, state.real, at))
-        state.real = None
-
     def features(self, table: SlotTable) -> Tensor:  # [B, H, n, F]
         """What is known of the tokens that have virtual scores."""
         state = table.state_of(Waiting)
@@ -154,28 +124,10 @@ class Replay:
             state.score.scatter_(2, slots, replay_map.predicted(self.features(table), weights))
 
 
-def piece_scores(q: Tensor, k: Tensor, sinks: Tensor, copies: Tensor, scale: float, begin: int) -> Tensor:
-    """Scores [B, H, m] of tokens that came again, the m from `begin` on of a chunk with keys k [B, H, C, D].
-
-    As `ops.replay_scores`, with queries q [B, Hq, m, D] and keys `copies` of these tokens alone.
-    """
-    heads, count = k.shape[1], q.shape[2]
-    asked = q.float().unflatten(1, (heads, -1)).flatten(2, 3) * scale  # [B, H, G m, D]
-    first, before, again = (asked @ x.float().mT for x in (k, sinks, copies))
-    later = torch.full((count, count), float("-inf"), device=q.device).triu_(1)
-    again = again.unflatten(2, (-1, count)) + later
-    total = torch.cat([first, before, again.flatten(2, 3)], -1).logsumexp(-1, keepdim=True)
-    return (first[..., begin : begin + count] - total).amax(2).exp()
-
-
-def pieces_of(tokens: int, chunk: int, sample: int) -> list[Piece]:
-    """What the model repeats of a text: a piece of each chunk, about `sample` tokens in all, or all of it."""
-    result, begin = [], 0
-    for number, length in enumerate(equal_chunks(tokens, chunk)):
-        own = min(length, -(-length * sample // tokens))
-        result.append(Piece(begin + int((length - own) * ((number + 1) * GOLDEN % 1)), own))
-        begin += length
-    return result
+def pieces_of(tokens: int, chunk: int) -> list[Piece]:
+    """The chunks of a text, as the model repeats them."""
+    lengths = equal_chunks(tokens, chunk)
+    return [Piece(end - length, length) for end, length in zip(itertools.accumulate(lengths), lengths, strict=True)]
 
 
 def equal_chunks(tokens: int, chunk: int) -> list[int]:

@@ -7,8 +7,7 @@
                l   = log(virtual score + FLOOR)
     fit        W = argmin mean |target - [x, 1] W|^2 + ridge |W|^2  with x of unit variance; the constant is free
 
-`replay=sampled` fits scores on the tokens of a text that the model has repeated. `kvsketch fit` fits both on other
-texts, once for a model (`replay=learned`).
+`kvsketch fit` fits both on some texts, once for a model (`replay=learned`).
 Legend: B batch rows, Hq query heads, H KV heads, n tokens, D head size, F features.
 """
 
@@ -89,14 +88,6 @@ def predicted(x: Tensor, weights: Tensor) -> Tensor:  # [..., n]
     """Scores of tokens with features [..., n, F] under a map [..., F + 1, 1]; in [0, 1]."""
     logs = (x @ weights[..., :-1, :] + weights[..., -1:, :]).squeeze(-1)
     return (logs.exp() - FLOOR).clamp(0, 1)
-
-
-def completed(x: Tensor, real: Tensor, at: Tensor) -> Tensor:  # [B, H, n]
-    """The real scores [B, H, m] of the tokens `at` [m], and those that a map of each head, fitted on them, predicts."""
-    if real.shape[2] == x.shape[2]:
-        return real
-    weights = Moments.of_scores(x[:, :, at], real).fit(RIDGE)
-    return predicted(x, weights).index_copy(2, at, real)
 
 
 @dataclass

@@ -31,6 +31,7 @@ from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
+from kvsketch.slots.roll_back import drop_last, drop_newest
 from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
@@ -51,7 +52,6 @@ class Waiting(TableState):
     queries: Tensor | None = per_row(lambda t, s: Range((t.shape[0], *s.queries.shape[1:]), 0, 255))
     # of tokens that have scores and are not settled, between the first layer's compress and settle
     again: Tensor | None = per_row()  # [B, H, P, Q, D], queries of the repetition, for the refit of each chunk
-    real: Tensor | None = per_row()  # [B, H, m], scores of those that the model has repeated, beside virtual ones
     owed: int = number()  # tokens of a prompt that the model has not repeated yet; named so in saved files
     chunks: Tensor | None = on_host(lambda t, s: Range((t.shape[0], s.again.shape[2]), 1, t.seen))  # [B, P], tokens
 
@@ -166,7 +166,7 @@ class Queue:
             state.score = torch.zeros(table.shape, device=table.device)
         state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
         state.owed, state.queries = tokens, None
-        table.note_settled(table.seen - tokens)
+        table.note(settled=table.seen - tokens)
 
     def start_repetition(self) -> None:
         """The model begins to repeat them."""
@@ -277,6 +277,11 @@ class WaitingMethod(BudgetedMethod):
     def score(self, table: SlotTable, queries: Tensor) -> None:
         """Scores the tokens of these queries [B, Hq, n, D], the newest (`Waiting.note`)."""
 
+    @property
+    def promises(self) -> bool:
+        """Whether it keeps a promised loss in place of a budget (`cache.promise`)."""
+        return False
+
     def queue(self, table: SlotTable) -> Queue:
         """The tokens of a table that wait."""
         return Queue(self, table)
@@ -306,7 +311,7 @@ class WaitingMethod(BudgetedMethod):
             return []
         for table in tables:
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
-            table.set_prompt(max(table.prompt_tokens, min(table.seen, chunk)))
+            table.note(prompt_tokens=max(table.prompt_tokens, min(table.seen, chunk)))
         keep = winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], self.share)
         settle_bits(tables, [stays.sum() for stays in keep])
         return keep
@@ -394,7 +399,7 @@ class WaitingMethod(BudgetedMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         state, queue = table.state_of(Waiting), self.queue(table)
-        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
+        drop_newest(table, count) if table.layout is None else drop_last(table.bounded, count)
         state.owed = min(state.owed, queue.count)
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.
@@ -431,9 +436,9 @@ class WaitingMethod(BudgetedMethod):
 def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tensor | None) -> None:
     """Keeps slots [B, H, S] with their logarithms of weights; nothing waits any more."""
     table.keep(stays, layout, weights)
-    table.note_settled()
+    table.note(settled=table.seen)
     state = table.state_of(Waiting)
-    state.again = state.chunks = state.queries = state.real = None
+    state.again = state.chunks = state.queries = None
 
 
 def room_ahead(most: int, settled: int, waiting: int = 0) -> int:

@@ -3,6 +3,9 @@
 requests.py     what an engine is asked and how it answers: Request, Ticket, Engine
 engine.py       the engine: rows that join and leave over one decode step, or take steps by themselves
 schedule.py     who waits, whose prompt is read and who runs
+caches.py       the caches that requests read their prompts into
+own_steps.py    decode steps of a request that shares no tables with others
+tokens.py       tokens on their way to the host, and what grammars make of them
 text.py         messages to token ids, and answers that grow token by token
 documents.py    texts that are read once and kept on disk
 held.py         what a cache holds of a text, for people

@@ -47,7 +47,7 @@ from kvsketch.defaults import CHUNK
 from kvsketch.methods import Method, parse_method
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
 from kvsketch.serve import held
-from kvsketch.serve.engine import WHOLE, GivenUp, WatchedCache
+from kvsketch.serve.caches import WHOLE, GivenUp, WatchedCache
 from kvsketch.serve.requests import Full, not_finite
 
 ID = re.compile(r"doc-[0-9a-f]{24}")

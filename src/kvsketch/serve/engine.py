@@ -23,33 +23,29 @@ share no tables (`decode.shared.alone`), and those of an engine of one row, whic
 from __future__ import annotations
 
 import contextlib
-import copy
 import functools
-import inspect
 import secrets
 import threading
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
-from itertools import repeat
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
-from kvsketch.decode.captured import Step, impossible, turn_of
+from kvsketch.decode.captured import turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
 from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
 from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.serve.requests import EngineState, FinishReason, Likely, Request, Ticket, not_finite
+from kvsketch.serve.caches import Caches, GivenUp, WatchedCache
+from kvsketch.serve.own_steps import OwnSteps
+from kvsketch.serve.requests import EngineState, FinishReason, Request, Ticket, not_finite
 from kvsketch.serve.schedule import Run, Schedule
+from kvsketch.serve.tokens import Tokens, guide_rows
 from kvsketch.slots.codes import NotFinite
-
-WHOLE = "full"  # the method of documents that any engine answers
 
 
 def usual_prefill(model: Any, method: str | Method) -> str:
@@ -59,105 +55,12 @@ def usual_prefill(model: Any, method: str | Method) -> str:
     return "exact" if parse_method(method).ragged or alone(model, method) else "stream"
 
 
-class GivenUp(Exception):
-    """Ends the forward of a prompt that nobody waits for any more."""
-
-
-class WatchedCache(CompressedCache):
-    """A cache that calls `watch` before each layer takes its tokens: a way to see how far a prompt is, and to stop."""
-
-    watch: Callable[[], None] | None = None
-
-    def update(
-        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor]:
-        if self.watch is not None:
-            self.watch()
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
-
-
-@dataclass
-class Tokens:
-    """Tokens of one step on their way to the host."""
-
-    runs: list[Run]
-    values: Tensor  # [n] on the host, there after `event`
-    scores: tuple[Tensor, ...]  # those of `log_probabilities`, where a run asks for them
-    event: Any
-    told: bool = False  # whether grammars know them
-
-    @classmethod
-    def of(cls, runs: list[Run], tokens: Tensor, places: list[int], logits: Tensor) -> Tokens:
-        """`tokens` [n, 1] and `logits` [n, vocabulary] on the device, of which `places` belong to the runs."""
-        at = _to_device(torch.tensor(places), tokens.device)
-        chosen = tokens.index_select(0, at)
-        asked = [run.ticket.request.logprobs for run in runs]
-        most = max((count for count in asked if count is not None), default=None)
-        scores = () if most is None else log_probabilities(logits.index_select(0, at), chosen, most)
-        values, *rest = (_to_host(each) for each in (chosen[:, 0], *scores))
-        event = torch.cuda.Event() if tokens.device.type == "cuda" else None
-        if event is not None:
-            event.record()
-        return cls(runs, values, tuple(rest), event)
-
-    def tell(self) -> None:
-        """Tells the grammars of the runs their tokens, once."""
-        if not self.told and any(run.guide is not None for run in self.runs):
-            for run, token, _ in self.read():
-                if run.guide is not None:
-                    run.guide.put(token)
-        self.told = True
-
-    def read(self) -> Iterator[tuple[Run, int, Likely | None]]:
-        if self.event is not None:
-            self.event.synchronize()
-        likely = map(_likely, self.runs, *(each.tolist() for each in self.scores)) if self.scores else repeat(None)
-        return zip(self.runs, self.values.tolist(), likely, strict=False)
-
-
-def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Of `tokens` [n, 1] and of the `most` likeliest tokens, and these; [n], [n, most], [n, most]."""
-    scores = logits.float().log_softmax(-1)
-    top = scores.topk(min(most, scores.shape[1]))
-    return scores.gather(1, tokens.clamp_min(0))[:, 0], top.values, top.indices
-
-
-def _likely(run: Run, logprob: float, values: list[float], ids: list[int]) -> Likely | None:
-    most = run.ticket.request.logprobs
-    return None if most is None else Likely(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
-
-
-def _to_device(host: Tensor, device: torch.device) -> Tensor:
-    return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
-
-
-def _to_host(tensor: Tensor) -> Tensor:
-    if tensor.device.type != "cuda":
-        return tensor.clone()
-    return torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor, non_blocking=True)
-
-
 @dataclass
 class Counts:
     steps: int = 0
     prompt_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
-
-
-class OwnDraw:
-    """The sampler of a captured step of one request; `logits` are those of the last token."""
-
-    def __init__(self, draw: Draw, mode: int) -> None:
-        self.draw, self.mode = draw, mode
-        self.logits = torch.zeros(draw.said.shape, device=draw.said.device)
-
-    def before_step(self) -> None:
-        pass
-
-    def choose(self, logits: Tensor) -> Tensor:
-        self.logits.copy_(logits)
-        return self.draw.choose(logits, self.mode)
 
 
 def close_gap(shared: SharedRows, runs: list[Run]) -> None:
@@ -171,17 +74,6 @@ def close_gap(shared: SharedRows, runs: list[Run]) -> None:
         row = min({*range(needed)} - {run.row for run in runs})
         shared.move(last.row, row)
         last.row = row
-
-
-def guide_rows(runs: list[Run], on_the_way: Iterable[Tokens], draw: Draw) -> None:
-    """Tells grammars the tokens on the way, and the sampler what may follow them."""
-    if all(run.guide is None for run in runs):
-        return
-    for tokens in on_the_way:
-        tokens.tell()
-    for run in runs:
-        if run.guide is not None:
-            draw.allowed[run.row or 0].copy_(_to_device(run.guide.allowed(), draw.allowed.device))
 
 
 class BatchedEngine:
@@ -217,8 +109,7 @@ class BatchedEngine:
                 raise ValueError(f"{name}={value} is too small; use 1 or more")
         self.model, self.method = model, parse_method(method)
         self.queue, self.readers = queue, readers
-        self._fused, self.prefill = fused, prefill or usual_prefill(model, self.method)
-        self._options: dict[str, Any] = {"seed": seed, "prefill": self.prefill, "chunk": chunk}
+        self.prefill, self._chunk = prefill or usual_prefill(model, self.method), chunk
         self._shared_options: dict[str, Any] = {
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
             "documents": documents,
@@ -227,12 +118,12 @@ class BatchedEngine:
         self.rows, self.device = rows, torch.device(model.device)
         self.longest = longest if self.alone else min(longest, LONGEST)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
-        self._takes_positions = "position_ids" in inspect.signature(model.forward).parameters
         self._shared = self._new_shared()
         self.bytes_per_row = None if self._shared is None else self._shared.device_bytes // rows
         self._schedule = Schedule(rows, queue, readers)
         self._on_the_way: deque[Tokens] = deque()
-        self._spare: list[WatchedCache] = []
+        self._caches = Caches(model, self.method, readers, seed=seed, prefill=self.prefill, chunk=chunk)
+        self._own_steps = OwnSteps(model, fused)
         self._counts = Counts()
         self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
         self._thread.start()
@@ -287,10 +178,6 @@ class BatchedEngine:
             rows = document.slot_layers[0].table.shape[0]
             if rows != 1:
                 raise ValueError(f"the document has {rows} rows; a request continues one text")
-
-    def _differs(self, cache: CompressedCache) -> bool:
-        """Whether a cache is one of another method: its row joins no others."""
-        return str(cache.method) != str(self.method)
 
     # the thread that works
 
@@ -348,7 +235,7 @@ class BatchedEngine:
         leave too few.
         """
         request, document = ticket.request, ticket.request.document
-        if self._shared is None or (document is not None and self._differs(document)):
+        if self._shared is None or (document is not None and self._caches.differ(document)):
             return 0, False
         runs = self._schedule.runs
         shared = {id(each): each for each in (run.ticket.request.document for run in runs if run.shares) if each}
@@ -363,11 +250,7 @@ class BatchedEngine:
 
     def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
         request = ticket.request
-        cache: CompressedCache
-        if request.document is None:
-            cache = self._spare.pop() if self._spare else WatchedCache(self.model, self.method, **self._options)
-        else:
-            cache = self._after(request.document, shares)
+        cache = self._caches.take(request.document, shares)
         draw = Draw(1, self.device, self._vocabulary)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         taste = (request.top_k, request.min_p, request.repetition_penalty)
@@ -381,11 +264,6 @@ class BatchedEngine:
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         self._schedule.read(run)
-
-    def _after(self, document: CompressedCache, shares: bool) -> CompressedCache:
-        """A cache that goes on after a document: beside it, or after a copy where rows hold all that they read."""
-        beside = str(document.method) == WHOLE and self._differs(document) and not document.why_not_continued()
-        return document.continued() if shares or beside else copy.deepcopy(document)
 
     # reading
 
@@ -419,7 +297,7 @@ class BatchedEngine:
         run.ticket.tokens_read = min(tokens, tokens * run.begun // layers)
         run.begun += 1
         run.work += tokens
-        if run.work >= self._options["chunk"] * layers:
+        if run.work >= self._chunk * layers:
             run.work = 0
             self._decode()
 
@@ -439,7 +317,7 @@ class BatchedEngine:
 
     def _try_to_join(self, run: Run) -> None:
         """Puts a row into the shared tables if it fits."""
-        if self._shared is None or self._differs(run.cache) or not self._shared.ready(run.cache):
+        if self._shared is None or self._caches.differ(run.cache) or not self._shared.ready(run.cache):
             return
         if run.cache.tokens_before and not run.shares:
             return
@@ -449,18 +327,7 @@ class BatchedEngine:
         if self._shared.join(row, run.cache, run.token, run.draw, document):
             return
         run.row, run.token, run.step, run.logits = row, None, None, None
-        self._give_back(run)
-
-    def _give_back(self, run: Run) -> None:
-        """Frees the cache of a request at once: it refers to itself, and the garbage collector comes late."""
-        if run.returned:
-            return
-        run.returned, cache = True, run.cache
-        cache.reset()
-        if isinstance(cache, WatchedCache):
-            cache.watch = None
-            if run.ticket.request.document is None and len(self._spare) < self.readers:
-                self._spare.append(cache)
+        self._caches.give_back(run)
 
     # decode steps
 
@@ -486,34 +353,15 @@ class BatchedEngine:
             try:
                 self._try_to_join(run)
                 if run.row is None:
-                    self._forward_alone(run)
+                    guide_rows([run], self._on_the_way, run.draw)
+                    # A row that is too short for codes joins before its step is recorded, and is fused until then.
+                    short = run.cache.slot_layers[0].table.waits_for_codes
+                    capture = bool(self.alone) or short or self._caches.differ(run.cache)
+                    tokens = self._own_steps.take(run, capture)
+                    self._counts.steps += 1
+                    self._send(tokens)
             except Exception as error:
                 self._end(run, "error", error)
-
-    def _forward_alone(self, run: Run) -> None:
-        assert run.token is not None
-        guide_rows([run], self._on_the_way, run.draw)
-        with turn_of(self.device):
-            # A row that is too short for codes joins before its step is recorded, and is fused until then.
-            short = run.cache.slot_layers[0].table.waits_for_codes
-            by_itself = self.alone or short or self._differs(run.cache)
-            if run.step is None and by_itself and impossible(self.model, run.cache, {}) is None:
-                left = run.ticket.request.max_new_tokens - run.launched
-                own: Any = OwnDraw(run.draw, run.mode)
-                run.logits = own.logits
-                run.step = Step(self.model, run.cache, own, run.token, run.cache.tokens_seen + left + 1, self._fused)
-            if run.step is not None:
-                run.step.run()
-                run.token = run.step.token
-            else:
-                position = torch.full_like(run.token, run.cache.tokens_seen)
-                options: dict[str, Any] = {"position_ids": position} if self._takes_positions else {}
-                out = self.model(run.token.clamp_min(0), past_key_values=run.cache, use_cache=True, **options)
-                run.logits = out.logits[:, -1]
-                run.token = run.draw.choose(run.logits, run.mode)
-        self._counts.steps += 1
-        assert run.logits is not None
-        self._send(Tokens.of([run], run.token, [0], run.logits))
 
     def _send(self, tokens: Tokens) -> None:
         """Tokens are on their way; a run that has all it asked for leaves its row at once."""
@@ -562,7 +410,7 @@ class BatchedEngine:
             self._shared.leave(run.row)
             run.row = None
         run.step = None
-        self._give_back(run)
+        self._caches.give_back(run)
 
     def _end(self, run: Run, reason: FinishReason, error: BaseException | None = None) -> None:
         self._leave(run)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots.offloaded import is_offloaded
 from kvsketch.slots.state import Range, TableState
 from kvsketch.slots.table import BoundedTable, SlotTable
 
@@ -119,7 +120,7 @@ def _require_tokens_in_slots(table: SlotTable) -> None:
     held = min(table.length, slots)
     if table.host is not None and not table.exact and not table.bits and not table.hot.tokens:
         raise ValueError("a table has tokens in host memory and no hot set")
-    if table.host is not None and table.is_offloaded:
+    if table.host is not None and is_offloaded(table):
         hot = table.hot
         held = table.host.length + table.length - hot.sinks
         if hot.sinks > table.length or not hot.tokens or table.length + hot.places > slots:

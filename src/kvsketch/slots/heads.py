@@ -37,6 +37,11 @@ class HeadShare:
         table.first_head, table.head_group = self.number * heads, self.group
 
 
+def own_heads(table: SlotTable) -> slice:
+    """Which heads of the layer this process holds."""
+    return slice(table.first_head, table.first_head + table.shape[1])
+
+
 def head_share(model: Any) -> HeadShare | None:
     """How the heads of a model, or of a model's config, are divided among processes; None when every process has all.
 

@@ -29,12 +29,12 @@ from kvsketch.slots.tensors import gather_slots
 
 def is_offloaded(table: SlotTable) -> bool:
     """Whether the device holds only a part of the table's tokens."""
-    return table.is_offloaded
+    return table.host is not None and not table.exact and table.hot.tokens > 0
 
 
 def require_on_device(table: SlotTable, model_name: str) -> None:
     """Raises ValueError where attention reads every token, and the device holds only a part of them."""
-    if table.is_offloaded:
+    if is_offloaded(table):
         where = "which offload=host keeps in host memory; use offload=none"
         raise ValueError(f"the attention of {model_name} reads every token, {where}")
 
@@ -155,7 +155,7 @@ def arrange(table: BoundedTable, start: int, order: Tensor) -> None:
     None of them stays exact.
     """
     shift = 0
-    if table.is_offloaded:
+    if is_offloaded(table):
         assert table.host is not None and start >= table.host.length
         shift = table.hot.sinks - table.host.length
     elif table.host is not None:
@@ -171,7 +171,7 @@ def arrange(table: BoundedTable, start: int, order: Tensor) -> None:
 
 def newest(table: SlotTable, start: int) -> tuple[Tensor, Tensor]:
     """Keys and values of the tokens from `start` on, [B, H, n, D]; when offloaded, of tokens of the tail."""
-    shift = 0 if table.host is None or not table.is_offloaded else table.hot.sinks - table.host.length
+    shift = 0 if table.host is None or not is_offloaded(table) else table.hot.sinks - table.host.length
     keys, values = (slots.part(start + shift, table.seen + shift) for slots in table.equal_slots())
     return keys, values
 

@@ -85,6 +85,11 @@ class Place:
         self.rank = self.layer_idx if self.rank < 0 else self.rank
         self.compressed_layers = self.compressed_layers or self.num_layers
 
+    @property
+    def before(self) -> int:
+        """Tokens of the text that this one continues."""
+        return 0 if self.document is None else self.document.seen
+
 
 def _nothing() -> Slots:
     """Keys or values before the first token."""
@@ -103,7 +108,7 @@ class Contents(Place):
     capacity: Tensor | None = None  # [B, H] int64, slots of heads that differ, while several new tokens are beside them
     padding: Tensor | None = None  # [B] int64, left-padding tokens of each row; None: no row has any
     prompts: Tensor | None = None  # [B] int64, prompt_tokens of each row where rows come and go (`rows`)
-    chosen_bits: int = 0  # of keys, once a prompt has chosen them
+    chosen_bits: int = codes.AUTO  # of keys, once a prompt has chosen them
     settled_at: Tensor | None = None  # [B] int64, settled of each row where rows with heads that differ come and go
     groups: Groups | None = None  # who reads it, where its rows are documents (`documents`)
     stacked: bool = False  # whether batch rows are the layers of one request, with slots in the order of the text
@@ -132,31 +137,15 @@ class Contents(Place):
     can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
 
     @property
-    def held_bits(self) -> FewBits:
-        """Bits of keys and values once the table is bounded."""
-        keys = (self.chosen_bits or codes.MANY) if self.bits.auto else self.bits.keys
-        return FewBits(keys, self.bits.values)
-
-    @property
-    def chooses_bits(self) -> bool:
-        """Whether a prompt has yet to choose the bits."""
-        return self.bits.auto and not self.chosen_bits
+    def stored_bits(self) -> FewBits:
+        """Bits of keys and values once the table is bounded; `auto` until a prompt has chosen them."""
+        return FewBits(self.chosen_bits, self.bits.values) if self.bits.auto else self.bits
 
     @property
     def waits_for_codes(self) -> bool:
         """Whether it is to have few bits, and has too few tokens for a center."""
         has_center = self.document is not None and not self.document.exact
         return self.exact and bool(self.bits) and self.seen < codes.LEAST and not has_center
-
-    @property
-    def before(self) -> int:
-        """Tokens of the text that this one continues."""
-        return 0 if self.document is None else self.document.seen
-
-    @property
-    def is_offloaded(self) -> bool:
-        """Whether the device holds only a part of the tokens."""
-        return self.host is not None and not self.exact and self.hot.tokens > 0
 
     @property
     def in_place(self) -> bool:
@@ -182,11 +171,6 @@ class Contents(Place):
     def shape(self) -> tuple[int, int, int]:
         """(batch rows, KV heads, slots in use)"""
         return self.keys.shape[0], self.keys.shape[1], self.length
-
-    @property
-    def own_heads(self) -> slice:
-        """Which heads of the layer this process holds."""
-        return slice(self.first_head, self.first_head + self.shape[1])
 
     def state_of(self, kind: type[S]) -> S:
         """What the method remembers, a state of its own kind; empty at first."""
@@ -338,20 +322,14 @@ class SlotTable(Contents):
         return StoredSlots(self.key_slots(), self.value_slots())
 
     def note(self, **known: Any) -> None:
-        """What a forward tells: `scale`, by which logits are multiplied, `padding`, `previous`."""
+        """What a forward tells: `scale`, by which logits are multiplied, `padding`, `previous`; what a share budget
+        counts from after a roll back (`prompt_tokens`); for how many tokens a budget has been decided (`settled`).
+        """
         vars(self).update(known)
 
     def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
         """What attention has computed for the new queries and a method may use; cleared after `compress`."""
         self.row_lse, self.row_logits = row_lse, row_logits
-
-    def note_settled(self, tokens: int | None = None) -> None:
-        """A budget has been decided for the first `tokens` tokens, None: for all that were seen."""
-        self.settled = self.seen if tokens is None else tokens
-
-    def set_prompt(self, tokens: int) -> None:
-        """Sets the prompt length that a share budget counts from, after a roll back."""
-        self.prompt_tokens = tokens
 
     # append
 
@@ -498,7 +476,7 @@ class SlotTable(Contents):
         held: Slots = getattr(self, what)
         held = PlainSlots(held.part(0, self.length)) if isinstance(held, PlainSlots) else held
         like = None if self.document is None else getattr(self.document, what)
-        slots = held.coded(getattr(self.held_bits, what), self.padding, like)
+        slots = held.coded(getattr(self.stored_bits, what) or codes.MANY, self.padding, like)
         # A decode step does not ask, except for the one after which a short text is coded.
         asks = self.appended > 1 or (self.exact and self.seen >= codes.LEAST)
         if asks and isinstance(slots, SlotCodes) and slots is not held:
@@ -560,25 +538,9 @@ class SlotTable(Contents):
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
 
-    def drop_newest(self, count: int) -> None:
-        """Forgets the last `count` tokens of the current forward, before they were compressed."""
-        if count:
-            self._drop(count)
-            self._count_dropped(count)
-
-    def _drop(self, count: int) -> None:
+    def remove_newest(self, count: int) -> None:
+        """Takes away the slots of the last `count` tokens of the current forward (`roll_back`)."""
         raise NotImplementedError
-
-    def drop_in_order(self, count: int) -> None:
-        """Forgets the last `count` tokens of a table that holds every token in the slot of its number."""
-        self.drop_newest(count)
-
-    def _count_dropped(self, count: int) -> None:
-        self.seen -= count
-        self.settled = min(self.settled, self.seen)
-        self.new_tokens = max(self.new_tokens - count, 0)
-        if self.padding is not None:
-            self.padding = self.padding.clamp_max(self.seen)
 
 
 class ExactTable(SlotTable):
@@ -600,7 +562,7 @@ class ExactTable(SlotTable):
         self.length = needed
         self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
 
-    def _drop(self, count: int) -> None:
+    def remove_newest(self, count: int) -> None:
         self.length -= count
         self.state.move_slots(lambda state: state[:, :, : self.length])
 
@@ -812,7 +774,7 @@ class BoundedTable(SlotTable):
         if layout is not None:
             self.pack(layout.capacity.index_select(0, near))
 
-    def _drop(self, count: int) -> None:
+    def remove_newest(self, count: int) -> None:
         assert count <= self.new_tokens
         if self.in_place:
             self.free(self.next_slot)
@@ -823,24 +785,6 @@ class BoundedTable(SlotTable):
         self.length -= count
         if count == self.new_tokens and self.capacity is not None:
             self.pack(self.capacity)
-
-    def drop_in_order(self, count: int) -> None:
-        left = self.seen - count
-        self.index[:, :, left:], self.log_den[:, :, left:] = -1, NEG_INF
-        self.next_slot.fill_(left)
-        self._count_dropped(count)
-
-    def drop_last(self, count: int) -> None:
-        """Forgets the last `count` tokens of a packed table, which lie one after the other before `next_slot`."""
-        assert self.layout is not None and self.log_num is None
-        at = self.layout.at(self.next_slot - 1 - torch.arange(count, device=self.device))
-        self.index[at], self.log_den[at] = -1, NEG_INF
-        self.next_slot -= count
-        self._count_dropped(count)
-
-    def _count_dropped(self, count: int) -> None:
-        super()._count_dropped(count)
-        self.clock -= count
 
 
 SlotTable.exact_kind, SlotTable.bounded_kind = ExactTable, BoundedTable

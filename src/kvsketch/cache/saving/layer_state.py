@@ -151,9 +151,10 @@ class LayerReader:
         if saved["version"] != kind.version:
             raise ValueError(f"{kind.__name__} has version {saved['version']} in the file and {kind.version} here")
         roles = {f.name: f.metadata["role"] for f in fields(kind)}
-        if unknown := saved["fields"].keys() - roles.keys():
+        present = {name: value for name, value in saved["fields"].items() if value is not None}
+        if unknown := present.keys() - roles.keys():
             raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))} here")
-        state = kind(**{name: self._decode(v, roles[name] == HOST) for name, v in saved["fields"].items()})
+        state = kind(**{name: self._decode(v, roles[name] == HOST) for name, v in present.items()})
         if wrong := [n for n, r in roles.items() if r != NUMBER and not isinstance(getattr(state, n), Tensor | None)]:
             raise ValueError(f"{kind.__name__} holds no tensor at {', '.join(wrong)}")
         return state

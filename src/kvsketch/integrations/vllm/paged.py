@@ -38,7 +38,7 @@ class PagedLayer:
     def slots(self) -> int:
         """Slots of a page: what the method keeps of a long prompt, and one for the next token."""
         table = self._empty()
-        table.set_prompt(CLOCK)
+        table.note(prompt_tokens=CLOCK)
         return self.method.budget_tokens(table) + 1
 
     def page_shape(self, heads: int, key_size: int, value_size: int, dtype: torch.dtype) -> PageShape:

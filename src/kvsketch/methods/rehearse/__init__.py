@@ -31,10 +31,9 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import fetching
 
-REPLAYS = VIRTUAL, EXACT, SAMPLED, LEARNED = ("virtual", "exact", "sampled", "learned")
+REPLAYS = VIRTUAL, EXACT, LEARNED = ("virtual", "exact", "learned")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes
-LEAST_SAMPLE = 128  # tokens; where a sample has fewer, the model repeats all
 
 
 @dataclass(frozen=True)
@@ -52,10 +51,9 @@ class Rehearse(WaitingMethod):
 
     With `replay=virtual` queries are rotated to the positions of a repetition, which rotary embeddings allow, and no
     forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.replay`,
-    which `kvsketch.prefill` and `generate` call), which takes longer than the first. With `replay=sampled` it
-    repeats a piece of each chunk, and a map of each KV head from virtual to real scores, fitted there, predicts the
-    rest; rows with left padding are rehearsed virtually. With `replay=learned` maps that were fitted once for the model
-    say what its queries and scores would be in a repetition (`replay_map.py`, `kvsketch fit`).
+    which `kvsketch.prefill` and `generate` call), which takes longer than the first. With `replay=learned` maps that
+    were fitted once for the model say what its queries and scores would be in a repetition (`replay_map.py`,
+    `kvsketch fit`).
 
     New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. The
     question is not known when the cache is compressed, and need not be.
@@ -71,10 +69,7 @@ class Rehearse(WaitingMethod):
     placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
 
     recent: Size | int | str = 32
-    replay: str = option(
-        VIRTUAL, "exact: the model repeats the text in a second forward; sampled: a part of it; learned: a map", REPLAYS
-    )
-    sample: Size | int | str = option("1/8", "tokens that replay=sampled repeats: a number, or a share of the text")
+    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward; learned: a map", REPLAYS)
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
     wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
@@ -88,7 +83,6 @@ class Rehearse(WaitingMethod):
         self._require_whole("chunk", "wait", least=64, unit="tokens")
         if self.map and self.replay != LEARNED:
             raise ValueError(f"{self.name}: map={self.map} is for replay=learned; replay is {self.replay}")
-        self._set("sample", Size.parse(self.sample, f"{self.name}: sample"))
         if self.loss in (None, "None"):
             self._set("loss", None)
             return
@@ -102,7 +96,11 @@ class Rehearse(WaitingMethod):
     @property
     def repeats(self) -> bool:
         """Whether the model repeats a prompt in a second forward (`cache.repetition`), or parts of it for a promise."""
-        return self.replay in (EXACT, SAMPLED) or self.loss is not None
+        return self.replay == EXACT or self.promises
+
+    @property
+    def promises(self) -> bool:
+        return self.loss is not None
 
     @property
     def _replay(self) -> Replay:
@@ -115,28 +113,18 @@ class Rehearse(WaitingMethod):
         return result
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        # Rows with left padding cannot be repeated together.
-        can_repeat = self.repeats and not (self.replay == SAMPLED and table.padding is not None)
-        if not (can_repeat and self.queue(table).wait_for_repetition()):
+        if not (self.repeats and self.queue(table).wait_for_repetition()):
             super().compress(table, queries)
         elif self.replay != EXACT:
             self.score(table, queries)
 
     def pieces(self, tokens: int, most: int) -> list[Piece]:
         """What the model repeats of so many tokens, at most `most` at a time."""
-        if self.replay not in (EXACT, SAMPLED):
-            return []
-        if self.replay == EXACT:
-            return pieces_of(tokens, min(self.chunk, most), tokens)
-        sample = cast(Size, self.sample).of(tokens)
-        return pieces_of(tokens, self.chunk, tokens if sample < LEAST_SAMPLE else sample)
+        return pieces_of(tokens, min(self.chunk, most)) if self.replay == EXACT else []
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
         """The model has repeated a piece, with these queries and keys [B, H, m, D]."""
-        if self.replay == EXACT:
-            self._replay.exact(table, queries, copies, piece.tokens)
-        else:
-            self._replay.piece(table, queries, copies, piece)
+        self._replay.exact(table, queries, copies, piece.tokens)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
         self._replay.virtual(table, queries)
@@ -146,9 +134,6 @@ class Rehearse(WaitingMethod):
     def settle(self, tables: Sequence[SlotTable]) -> None:
         if self.queue(tables[0]).unrepeated:
             return
-        for table in tables:
-            if (state := table.state_of(Waiting)).real is not None:
-                self._replay.complete(table, self.pieces(state.scored, state.scored))
         if not (keep := self.chosen(tables, self.chunk)):
             return
         if self.refit == "none":
@@ -241,10 +226,10 @@ class Rehearse(WaitingMethod):
 
     @property
     def alone(self) -> str:  # type: ignore[override]
-        return "" if self.loss is None else "every text has a budget of its own"
+        return "every text has a budget of its own" if self.promises else ""
 
     def stored_bytes(self, shape: LayerShape) -> int | None:
-        return None if self.loss is not None else super().stored_bytes(shape)
+        return None if self.promises else super().stored_bytes(shape)
 
     @property
     def no_latents(self) -> str:

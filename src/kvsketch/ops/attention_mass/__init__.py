@@ -17,8 +17,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_choice, check_dtypes, check_groups
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.common.tensors import DTYPES
 from kvsketch.ops.random import hash_combine, initial_state
 
 REDUCTIONS = ("sum", "mean", "max")
@@ -149,20 +149,13 @@ class Options:
     def check(self, rows: tuple[int, ...], kv_heads: int, columns: int) -> None:
         """Raise ValueError when a shape or a choice does not fit; `rows` is the shape of one number per row."""
         per_column = (rows[0], kv_heads, columns)
-        for name, given, shape in (
-            ("index", self.index, per_column),
-            ("into", self.into, per_column),
-            ("padding", self.padding, rows[:1]),
-            ("row_lse", self.row_lse, rows),
-        ):
-            if given is not None and given.shape != shape:
-                raise ValueError(f"{name} must be {list(shape)}, got {list(given.shape)}.")
-        if self.into.dtype != torch.float32 or not self.into.is_contiguous():
-            raise ValueError(
-                f"into must be contiguous float32, got {self.into.dtype} with strides {self.into.stride()}."
-            )
-        if self.reduce not in REDUCTIONS:
-            raise ValueError(f"reduce={self.reduce!r} is not one of {', '.join(REDUCTIONS)}.")
+        check("index", self.index, per_column)
+        check("into", self.into, per_column, torch.float32)
+        check("padding", self.padding, rows[:1])
+        check("row_lse", self.row_lse, rows)
+        if not self.into.is_contiguous():
+            raise ValueError(f"into must be contiguous, got strides {self.into.stride()}.")
+        check_choice("reduce", self.reduce, REDUCTIONS)
         if not (self.temperature.start > 0 and self.temperature.end > 0 and self.temperature.steps >= 1):
             raise ValueError(f"{self.temperature} must have positive temperatures and at least one step.")
         if self.row_lse is not None and not is_plain(self.temperature, self.noise):
@@ -182,24 +175,14 @@ class Options:
 
 def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, index: Tensor | None) -> None:
     """Raise ValueError when queries and keys do not fit."""
-    for name, tensor in (("q", q), ("k", k)):
-        if tensor.dim() != 4:
-            raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {list(tensor.shape)}.")
-    if q.dtype not in DTYPES or k.dtype != q.dtype:
-        raise ValueError(
-            f"q and k must share one dtype of float32, bfloat16, float16, float64; "
-            f"got q {q.dtype}, k {k.dtype}. Cast them first."
-        )
+    check("q", q, ("batch", "heads", "queries", "size"))
+    check_dtypes(q=q, k=k)
     if not scale > 0:
         raise ValueError(f"scale must be positive, got {scale}.")
     batch, query_heads, queries, size = q.shape
+    check("k", k, (batch, "heads", "columns", size))
     kv_heads, columns = k.shape[1:3]
-    if k.shape[0] != batch or k.shape[3] != size:
-        raise ValueError(
-            f"k must be [{batch}, heads, columns, {size}] to match q {list(q.shape)}, got {list(k.shape)}."
-        )
-    if kv_heads == 0 or query_heads % kv_heads:
-        raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {kv_heads} heads of k.")
+    check_groups(query_heads, kv_heads)
     if index is None and (seen is not None or queries > columns):
         raise ValueError(
             f"without index, k holds every token seen: {queries} queries need as many columns or more, not {columns}, "
@@ -211,14 +194,10 @@ def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, i
 
 def _check_logits(logits: Tensor, index: Tensor) -> None:
     """Raise ValueError when logits and index do not fit."""
-    for name, tensor in (("logits", logits), ("index", index)):
-        if tensor.dim() != 3:
-            raise ValueError(f"{name} must have 3 dimensions [batch, heads, slots], got {list(tensor.shape)}.")
-    if logits.dtype != torch.float32:
-        raise ValueError(f"logits must be float32, got {logits.dtype}; ops.weighted_attention returns them so.")
-    query_heads, kv_heads = logits.shape[1], index.shape[1]
-    if kv_heads == 0 or query_heads % kv_heads:
-        raise ValueError(f"logits has {query_heads} heads, which is not a multiple of the {kv_heads} heads of index.")
+    each = ("batch", "heads", "slots")
+    check("logits", logits, each, torch.float32)
+    check("index", index, each)
+    check_groups(logits.shape[1], index.shape[1], "index", "logits")
 
 
 def stream(noise: Noise) -> int:

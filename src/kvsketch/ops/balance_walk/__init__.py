@@ -29,6 +29,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_choice
 from kvsketch.ops.common.dispatch import implementation
 
 WALKS = ("greedy", "random")
@@ -103,18 +104,11 @@ class Arguments(NamedTuple):
     def check(self, on_fail: str) -> None:
         """Raise ValueError when a shape or a choice does not fit."""
         k, v, slots, weights = self.k, self.v, self.slots, self.weights
-        if k.dim() != 4:
-            raise ValueError(f"k must be [batch, heads, slots, size], got {list(k.shape)}.")
-        if v is not None and (v.dim() != 4 or v.shape[:2] != k.shape[:2]):
-            raise ValueError(f"v must be [{k.shape[0]}, {k.shape[1]}, slots, size], got {list(v.shape)}.")
-        if slots.dim() != 4 or slots.shape[:2] != k.shape[:2] or slots.dtype != torch.int64:
-            wanted = f"[{k.shape[0]}, {k.shape[1]}, blocks, tokens] of int64"
-            raise ValueError(f"slots must be {wanted}, got {list(slots.shape)} of {slots.dtype}.")
-        if weights is not None and weights.shape != k.shape[:3]:
-            raise ValueError(f"weights must be {list(k.shape[:3])}, one per slot, got {list(weights.shape)}.")
-        if self.walk not in WALKS:
-            raise ValueError(f"walk={self.walk!r} is not one of {', '.join(WALKS)}.")
-        if on_fail not in FAILURES:
-            raise ValueError(f"on_fail={on_fail!r} is not one of {', '.join(FAILURES)}.")
+        check("k", k, ("batch", "heads", "slots", "size"))
+        check("v", v, (*k.shape[:2], "slots", "size"))
+        check("slots", slots, (*k.shape[:2], "blocks", "tokens"), torch.int64)
+        check("weights", weights, k.shape[:3])
+        check_choice("walk", self.walk, WALKS)
+        check_choice("on_fail", on_fail, FAILURES)
         if not self.c > 0:
             raise ValueError(f"c={self.c} must be positive; smaller is greedier.")

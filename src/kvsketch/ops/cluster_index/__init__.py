@@ -18,6 +18,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_least
 from kvsketch.ops.common.dispatch import implementation
 
 
@@ -34,10 +35,8 @@ def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
 
     Returns order [B, H, n], sizes [B, H, clusters] and offsets [B, H, clusters] into the order, all int32.
     """
-    if labels.dim() != 3 or labels.dtype != torch.int32:
-        raise ValueError(f"labels must be int32 [batch, heads, slots], got {labels.dtype} {list(labels.shape)}.")
-    if clusters < 1:
-        raise ValueError(f"clusters={clusters} must be 1 or more.")
+    check("labels", labels, ("batch", "heads", "slots"), torch.int32)
+    check_least("clusters", clusters, 1)
     chosen = implementation("cluster_index", labels.device, labels.shape[2])
     index: ClusterIndex = chosen.cluster_index(labels, clusters)
     return index
@@ -45,10 +44,6 @@ def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
 
 def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
     """Mean of rows [B, H, n, D] over each cluster of the index, [B, H, C, D] float32, 0 for an empty one."""
-    if rows.dim() != 4 or rows.shape[:3] != index.order.shape:
-        raise ValueError(
-            f"rows must be [batch, heads, slots, size] with the first three of order {list(index.order.shape)}, "
-            f"got {list(rows.shape)}."
-        )
+    check("rows", rows, (*index.order.shape, "size"))
     means: Tensor = implementation("cluster_index", rows.device, *rows.shape[2:]).cluster_means(rows, index)
     return means

@@ -4,6 +4,7 @@ dispatch      which implementation runs a call: the Triton kernel or the torch r
 device        what launch sizes depend on
 early_start   launches that overlap the kernel before them
 tensors       dtypes, strides and alignment that operations take
+checks        what operations ask of the tensors they are given
 kernel        Triton functions: products, tiles, order of floats, the start of a program
 few_bits      Triton functions: levels, words of 4-bit codes, rotation, products with them
 sums          Triton functions: sums of exponentials, and the program that combines those of several splits

@@ -10,14 +10,6 @@ DTYPES = (*KERNEL_DTYPES, torch.float64)  # float64 runs in the reference
 MAX_HEAD_SIZE = 256  # the largest that a tile of an attention kernel has room for
 
 
-def check_keys(keys: Tensor) -> None:
-    """Raise ValueError unless these are keys [B, H, n, D] of a dtype that operations take."""
-    if keys.dim() != 4:
-        raise ValueError(f"keys must have 4 dimensions [batch, heads, keys, size], got {list(keys.shape)}.")
-    if keys.dtype not in DTYPES:
-        raise ValueError(f"keys must be float32, bfloat16, float16 or float64, got {keys.dtype}. Cast them first.")
-
-
 def wide(tensor: Tensor) -> Tensor:
     """The tensor in the dtype that references compute in: float32, or float64 for float64."""
     return tensor.to(torch.promote_types(tensor.dtype, torch.float32))

@@ -26,8 +26,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_choice, check_keys
 from kvsketch.ops.common.dispatch import implementation, reference_of
-from kvsketch.ops.common.tensors import check_keys
 
 FORMS = ("exact", "coarse")
 # With more candidates the exact form finds more centers in a round; the coarse one does not.
@@ -78,12 +78,10 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
 def _check(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
     """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
     check_keys(keys)
-    if valid is not None and (valid.dtype != torch.bool or valid.shape != keys.shape[:3]):
-        raise ValueError(f"valid must be bool {list(keys.shape[:3])}, got {valid.dtype} {list(valid.shape)}.")
+    check("valid", valid, keys.shape[:3], torch.bool)
     if count < 0 or given < 1:
         raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
-    if form not in FORMS:
-        raise ValueError(f"form={form!r} is not one of {', '.join(FORMS)}.")
+    check_choice("form", form, FORMS)
 
 
 class Tiles(NamedTuple):

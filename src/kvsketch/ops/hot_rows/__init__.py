@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_groups
 from kvsketch.ops.common.dispatch import implementation
 
 OLDEST = 63  # one less than a power of two
@@ -93,17 +94,14 @@ def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.d
 def _check(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> None:
     """Raise ValueError when a shape or dtype does not fit the others."""
     batch, heads, places = hot.token_of.shape
-    if rows.dim() != 3 or rows.shape[0] != batch or rows.shape[1] % heads or rows.dtype != torch.int32:
-        raise ValueError(
-            f"rows must be int32 [{batch}, a multiple of {heads}, entries], got {rows.dtype} {list(rows.shape)}."
-        )
+    check("rows", rows, (batch, "lists", "entries"), torch.int32)
+    check_groups(rows.shape[1], heads, "the store", "rows")
     if rows.shape[1] // heads * rows.shape[2] > places:
         raise ValueError(
             f"{rows.shape[1] // heads} lists of {rows.shape[2]} entries do not fit {places} hot places; make more."
         )
-    for name, tensor in (("tail", tail), ("store row", store.row)):
-        if tensor.shape != (batch,) or tensor.dtype != torch.int32:
-            raise ValueError(f"{name} must be int32 [{batch}], got {tensor.dtype} {list(tensor.shape)}.")
+    check("tail", tail, (batch,), torch.int32)
+    check("store row", store.row, (batch,), torch.int32)
     if (store.steps is None) != (buffer.steps is None):
         raise ValueError("store and buffer must both have steps or neither; those of codes go along with them.")
     for stored, near in (pair for both in pairs(store, buffer) for pair in zip(*both, strict=True)):

@@ -30,8 +30,8 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.common.checks import check, check_dtypes, check_groups
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.common.tensors import DTYPES
 from kvsketch.ops.weighted_attention import Attended
 
 
@@ -115,34 +115,25 @@ class Arguments:
     def check(self) -> None:
         """Raise ValueError when a shape or dtype does not fit the others."""
         q, k, v = self.q, self.k, self.v
-        for name, tensor in (("q", q), ("k_store", k), ("v_store", v)):
-            if isinstance(tensor, CodedSlots):
-                continue
-            if tensor.dim() != 4:
-                raise ValueError(f"{name} must have 4 dimensions [batch, heads, slots, size], got {_shape(tensor)}.")
-            if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-                raise ValueError(
-                    f"q, k_store and v_store must share one dtype of float32, bfloat16, float16, float64; "
-                    f"got q {q.dtype}, {name} {tensor.dtype}. Cast them first."
-                )
+        named = {"q": q, "k_store": k, "v_store": v}
+        plain = {name: tensor for name, tensor in named.items() if isinstance(tensor, Tensor)}
+        for name, tensor in plain.items():
+            check(name, tensor, ("batch", "heads", "slots", "size"))
+        check_dtypes(**plain)
         batch, query_heads, queries, size = q.shape
         heads = k.shape[1]
         if queries != 1:
             raise ValueError(f"q must hold one query, got {queries}; read several with weighted_attention.")
         if k.shape[0] != batch or k.shape[3] != size or v.shape[:3] != k.shape[:3]:
             raise ValueError(f"k_store {_shape(k)} and v_store {_shape(v)} must fit q {_shape(q)} and one another.")
-        if heads == 0 or query_heads % heads:
-            raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {heads} heads of k_store.")
+        check_groups(query_heads, heads, "k_store")
         if self.rows.dim() != 3 or self.rows.shape[0] != batch or self.rows.shape[1] not in (query_heads, heads):
             raise ValueError(f"rows must be [{batch}, {query_heads} or {heads}, rows], got {_shape(self.rows)}.")
         if self.rows.dtype != torch.int32:
             raise ValueError(f"rows must be int32 slot numbers, got {self.rows.dtype}.")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
-        if self.sink_logits is not None and tuple(self.sink_logits.shape) != (query_heads,):
-            raise ValueError(
-                f"sink_logits must be [{query_heads}], one per query head, got {_shape(self.sink_logits)}."
-            )
+        check("sink_logits", self.sink_logits, (query_heads,))
         if self.spans is not None:
             _check_spans(self.spans, batch)
         if self.extra is not None:
@@ -151,31 +142,22 @@ class Arguments:
 
 def _check_spans(spans: Spans, batch: int) -> None:
     edges, most = spans
-    if edges.dim() != 3 or edges.shape[0] != batch or edges.shape[2] != 2 or edges.dtype != torch.int32:
-        raise ValueError(f"spans must be int32 [{batch}, spans, 2], start and end, got {edges.dtype} {_shape(edges)}.")
+    check("spans", edges, (batch, "spans", 2), torch.int32)
     if most < 1:
         raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
 
 
 def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: int) -> None:
     batch, query_heads, _, size = q.shape
-    count = extra.k.shape[2] if extra.k.dim() == 4 else -1
-    if tuple(extra.k.shape) != (batch, heads, count, size):
-        raise ValueError(f"extra_k must be [{batch}, {heads}, slots, {size}], got {_shape(extra.k)}.")
-    if tuple(extra.v.shape) != (batch, heads, count, value_size):
-        raise ValueError(f"extra_v must be [{batch}, {heads}, {count}, {value_size}], got {_shape(extra.v)}.")
+    check("extra_k", extra.k, (batch, heads, "slots", size))
+    count = extra.k.shape[2]
+    check("extra_v", extra.v, (batch, heads, count, value_size))
     if tuple(extra.log_weight.shape) not in ((batch, query_heads, count), (batch, heads, count)):
         raise ValueError(
             f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {_shape(extra.log_weight)}."
         )
-    cut = extra.cut
-    if cut is not None and (tuple(cut.shape) != (batch, lists, 3) or cut.dtype != torch.int32):
-        raise ValueError(f"extra_cut must be int32 [{batch}, {lists}, 3], one per list, got {cut.dtype} {_shape(cut)}.")
-    scores = extra.scores
-    if scores is not None and (tuple(scores.shape) != (batch, query_heads, count) or scores.dtype != torch.float32):
-        raise ValueError(
-            f"extra_scores must be float32 [{batch}, {query_heads}, {count}], got {scores.dtype} {_shape(scores)}."
-        )
+    check("extra_cut", extra.cut, (batch, lists, 3), torch.int32)
+    check("extra_scores", extra.scores, (batch, query_heads, count), torch.float32)
 
 
 def _shape(tensor: Tensor | CodedSlots) -> list[int]:

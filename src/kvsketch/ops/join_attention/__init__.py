@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check
 from kvsketch.ops.common.dispatch import implementation
 
 
@@ -29,21 +30,13 @@ def join_attention(own: Part, other: Part, at: Tensor | None = None) -> Tensor: 
     G n; negative: it reads nothing there.
     """
     for part in (own, other):
-        if part.log_sum.shape != part.out.shape[:3] or part.log_sum.dtype != torch.float32:
-            raise ValueError(
-                f"log_sum must be float32 {list(part.out.shape[:3])}, one per query, got {part.log_sum.dtype} "
-                f"{list(part.log_sum.shape)}."
-            )
+        check("log_sum", part.log_sum, part.out.shape[:3], torch.float32)
     if at is None and own.out.shape != other.out.shape:
         raise ValueError(f"two parts must have one shape, got {list(own.out.shape)} and {list(other.out.shape)}.")
     if at is not None:
-        heads, size = own.out.shape[1], own.out.shape[3]
-        if own.out.shape[2] != 1 or at.shape != own.out.shape[:1] or at.dtype != torch.int64:
-            raise ValueError(
-                f"at must be int64 [{len(own.out)}], for rows of one query, got {at.dtype} {list(at.shape)} for "
-                f"{list(own.out.shape)}."
-            )
-        if (other.out.shape[1], other.out.shape[3]) != (heads, size):
-            raise ValueError(f"groups must be [G, {heads}, n, {size}], got {list(other.out.shape)}.")
+        rows, heads, _, size = own.out.shape
+        check("own", own.out, (rows, heads, 1, size))
+        check("at", at, (rows,), torch.int64)
+        check("groups", other.out, ("G", heads, "n", size))
     joined: Tensor = implementation("join_attention", own.out.device, own.out).join_attention(own, other, at)
     return joined

@@ -14,6 +14,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check
 from kvsketch.ops.common.dispatch import implementation
 
 
@@ -40,11 +41,9 @@ def kept_attention(
             f"q, k, v and kept must be [N, Q, D], [N, C, D], [N, C, Dv] and [N, K], got {list(q.shape)}, "
             f"{list(k.shape)}, {list(v.shape)} and {list(kept.shape)}."
         )
-    for name, given, shape in (
-        ("hidden", hidden, k.shape[:2]), ("held", held, (*kept.shape, size)), ("elsewhere", elsewhere, q.shape[:2])
-    ):  # fmt: skip
-        if given is not None and given.shape != shape:
-            raise ValueError(f"{name} {list(given.shape)} must be {list(shape)}, with q {list(q.shape)}.")
+    check("hidden", hidden, k.shape[:2])
+    check("held", held, (*kept.shape, size))
+    check("elsewhere", elsewhere, q.shape[:2])
     chosen = implementation("kept_attention", q.device, q, v)
     result: Kept = chosen.kept_attention(q, k, v, kept, scale, hidden, held, elsewhere)
     return result

@@ -31,8 +31,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check_choice, check_keys, check_least
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.common.tensors import check_keys
 
 # First centroids whose mean direction is subtracted from all directions.
 SAMPLE = 64
@@ -85,12 +85,9 @@ def kmeans(
 def _check(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, metric: str) -> None:
     """Raise ValueError when an argument does not fit the others."""
     check_keys(keys)
-    if clusters < 1:
-        raise ValueError(f"clusters={clusters} must be 1 or more.")
-    if rounds < 0:
-        raise ValueError(f"rounds={rounds} must be 0 or more.")
-    if metric not in METRICS:
-        raise ValueError(f"metric={metric} is not one of {', '.join(METRICS)}.")
+    check_least("clusters", clusters, 1)
+    check_least("rounds", rounds, 0)
+    check_choice("metric", metric, METRICS)
     for name, numbers in (("start", start), ("counts", counts)):
         if numbers is not None and (numbers.is_floating_point() or numbers.shape != keys.shape[:1]):
             got = f"{numbers.dtype} {list(numbers.shape)}"

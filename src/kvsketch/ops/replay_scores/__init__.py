@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_groups
 from kvsketch.ops.common.dispatch import implementation
 
 
@@ -30,15 +31,12 @@ def replay_scores(
     [B] int64. hidden [B] int64: the first tokens of a row that are left padding; they ask nothing and score 0. copies:
     like k.
     """
-    if again.shape != q.shape or q.dim() != 4 or k.shape[0] != q.shape[0] or k.shape[2:] != q.shape[2:]:
-        raise ValueError(
-            f"again, q and k must be [B, Hq, n, D], [B, Hq, n, D] and [B, H, n, D], got {list(again.shape)}, "
-            f"{list(q.shape)} and {list(k.shape)}."
-        )
-    if sinks.shape[:2] != k.shape[:2] or sinks.shape[3] != k.shape[3] or q.shape[1] % k.shape[1]:
-        raise ValueError(f"sinks {list(sinks.shape)} and q {list(q.shape)} do not fit k {list(k.shape)}.")
-    if copies is not None and copies.shape != k.shape:
-        raise ValueError(f"copies {list(copies.shape)} must have the shape of k {list(k.shape)}.")
+    check("q", q, ("B", "Hq", "n", "D"))
+    check("again", again, q.shape)
+    check("k", k, (q.shape[0], "H", *q.shape[2:]))
+    check("sinks", sinks, (*k.shape[:2], "E", k.shape[3]))
+    check("copies", copies, k.shape)
+    check_groups(q.shape[1], k.shape[1])
     if chunks < 1 or q.shape[2] % chunks:
         raise ValueError(f"{q.shape[2]} tokens do not make {chunks} equal chunks.")
     made = implementation("replay_scores", q.device, q, k)

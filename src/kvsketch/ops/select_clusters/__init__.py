@@ -22,6 +22,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_groups, check_least
 from kvsketch.ops.common.dispatch import implementation
 
 
@@ -44,15 +45,9 @@ class Selection(NamedTuple):
 
 def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     """Inner products <q, centroid> of q [B, Hq, 1, D] with centroids [B, H, C, D], [B, Hq, C] float32."""
-    if q.dim() != 4 or q.shape[2] != 1 or centroids.dim() != 4:
-        raise ValueError(
-            f"q must be [batch, query heads, 1, size] and centroids [batch, heads, clusters, size], "
-            f"got {list(q.shape)} and {list(centroids.shape)}."
-        )
-    if q.shape[0] != centroids.shape[0] or q.shape[3] != centroids.shape[3] or q.shape[1] % centroids.shape[1]:
-        raise ValueError(
-            f"q {list(q.shape)} does not fit centroids {list(centroids.shape)}: batch, size, head multiple."
-        )
+    check("centroids", centroids, ("batch", "heads", "clusters", "size"))
+    check("q", q, (centroids.shape[0], "heads", 1, centroids.shape[3]))
+    check_groups(q.shape[1], centroids.shape[1], "centroids")
     chosen = implementation("select_clusters", q.device, *centroids.shape[2:])
     scores: Tensor = chosen.cluster_scores(q, centroids)
     return scores
@@ -86,10 +81,8 @@ def select_clusters(
 def _check(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None) -> None:
     """Raise ValueError when the arguments of `select_clusters` do not fit."""
     batch, heads, clusters = index.sizes.shape
-    if scores.dim() != 3 or scores.dtype != torch.float32:
-        raise ValueError(f"scores must be float32 [batch, heads, clusters], got {scores.dtype} {list(scores.shape)}.")
-    if scores.shape[0] != batch or scores.shape[1] % heads or scores.shape[2] != clusters:
-        raise ValueError(f"scores must be [{batch}, a multiple of {heads}, {clusters}], got {list(scores.shape)}.")
+    check("scores", scores, (batch, "heads", clusters), torch.float32)
+    check_groups(scores.shape[1], heads, "sizes", "scores")
     given = [tensor for tensor in index if tensor is not None]
     if index.offsets.shape != index.sizes.shape or any(t.shape[:2] != (batch, heads) for t in given):
         raise ValueError(
@@ -98,9 +91,5 @@ def _check(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None)
         )
     if any(tensor.dtype != torch.int32 for tensor in given):
         raise ValueError(f"sizes, offsets and order must be int32, got {', '.join(str(t.dtype) for t in given)}.")
-    if budget < 1:
-        raise ValueError(f"budget={budget} must be 1 or more.")
-    if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):
-        raise ValueError(
-            f"budgets must be int32 [{batch}], one per batch row, got {budgets.dtype} {list(budgets.shape)}."
-        )
+    check_least("budget", budget, 1)
+    check("budgets", budgets, (batch,), torch.int32)

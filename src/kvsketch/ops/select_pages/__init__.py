@@ -25,6 +25,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.ops.common.checks import check, check_groups, check_least
 from kvsketch.ops.common.dispatch import implementation
 
 
@@ -104,45 +105,28 @@ def widen_pages(
 def _check_bounds(bounds: Bounds, text: Text) -> None:
     """Raise ValueError when bounds and text do not fit."""
     low, high = bounds
-    if low.dim() != 4 or low.shape != high.shape or low.dtype != high.dtype:
-        raise ValueError(
-            f"page_min and page_max must be alike, [batch, heads, pages, size], got {low.dtype} {list(low.shape)} and "
-            f"{high.dtype} {list(high.shape)}."
-        )
-    if tuple(text.seen.shape) != (1,) or text.seen.dtype != torch.int64:
-        raise ValueError(f"seen must be int64 [1] on the device, got {text.seen.dtype} {list(text.seen.shape)}.")
-    if text.padding is not None and (text.padding.shape != low.shape[:1] or text.padding.dtype != torch.int64):
-        raise ValueError(
-            f"padding must be int64 [{low.shape[0]}], got {text.padding.dtype} {list(text.padding.shape)}."
-        )
-    if text.page < 1:
-        raise ValueError(f"page={text.page} must be 1 token or more.")
+    check("page_min", low, ("batch", "heads", "pages", "size"))
+    check("page_max", high, low.shape, low.dtype)
+    check("seen", text.seen, (1,), torch.int64)
+    check("padding", text.padding, low.shape[:1], torch.int64)
+    check_least("page", text.page, 1, " token")
 
 
 def _check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> None:
     """Raise ValueError when the arguments of `select_pages` do not fit."""
     _check_bounds(bounds, text)
     batch, heads, _, size = bounds.low.shape
-    if q.dim() != 4 or q.shape[0] != batch or q.shape[1] % heads or q.shape[2] != 1 or q.shape[3] != size:
-        raise ValueError(f"q must be [{batch}, a multiple of {heads}, 1, {size}], got {list(q.shape)}.")
-    if limits.most < 1 or limits.least < 1:
-        raise ValueError(f"count={limits.most} and least={limits.least} must be 1 page or more.")
-    if limits.budget is not None and limits.budget < 1:
-        raise ValueError(f"budget={limits.budget} must be 1 token or more.")
-    budgets = limits.budgets
-    if budgets is not None and (budgets.dtype != torch.int32 or tuple(budgets.shape) != (batch,)):
-        raise ValueError(
-            f"budgets must be int32 [{batch}], one per batch row, got {budgets.dtype} {list(budgets.shape)}."
-        )
+    check("q", q, (batch, "heads", 1, size))
+    check_groups(q.shape[1], heads, "page_min")
+    check_least("count", limits.most, 1, " page")
+    check_least("least", limits.least, 1, " page")
+    check_least("budget", 1 if limits.budget is None else limits.budget, 1, " token")
+    check("budgets", limits.budgets, (batch,), torch.int32)
 
 
 def _check_widening(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
     """Raise ValueError when the arguments of `widen_pages` do not fit."""
     _check_bounds(bounds, text)
     batch, heads, _, size = bounds.low.shape
-    if keys.dim() != 4 or keys.shape[:2] != (batch, heads) or keys.shape[3] != size or keys.dtype != bounds.low.dtype:
-        raise ValueError(
-            f"keys must be {bounds.low.dtype} [{batch}, {heads}, tokens, {size}], got {keys.dtype} {list(keys.shape)}."
-        )
-    if slot is not None and (tuple(slot.shape) != (batch, heads, 1) or slot.dtype != torch.int64):
-        raise ValueError(f"slot must be int64 [{batch}, {heads}, 1], got {slot.dtype} {list(slot.shape)}.")
+    check("keys", keys, (batch, heads, "tokens", size), bounds.low.dtype)
+    check("slot", slot, (batch, heads, 1), torch.int64)

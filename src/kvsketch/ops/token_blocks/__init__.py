@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import STEP_DTYPE, Codec, CodedSlots, encode
+from kvsketch.ops.common.checks import check
 from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.dispatch import implementation, kernel_for
 from kvsketch.ops.common.ragged import CODED_PROGRAMS, UNIT, Ragged, Readers
@@ -157,9 +158,7 @@ def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> No
     Slot s is slot s % T of block s // T; a negative one is none.
     """
     for name, x, part in (("k", k, blocks.key), ("v", v, blocks.value)):
-        wanted = (len(slots), *part.center.shape)
-        if tuple(x.shape) != wanted:
-            raise ValueError(f"{name} must be {list(wanted)}, a vector for each slot and KV head, got {list(x.shape)}.")
+        check(name, x, (len(slots), *part.center.shape))
     implementation("token_blocks", k.device, blocks, k.dtype).write_tokens(blocks, k, v, slots)
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.common.checks import check, check_dtypes, check_groups
 from kvsketch.ops.common.ragged import Ragged
 from kvsketch.ops.common.tensors import DTYPES
 
@@ -84,32 +85,26 @@ class Arguments(NamedTuple):
     def check(self) -> None:
         """Raise ValueError when a shape or dtype does not fit the others."""
         q, k, v = self.q, self.k, self.v
-        for name, tensor in (("q", q), ("k", k), ("v", v)):
-            if isinstance(tensor, CodedSlots):
+        for name, part in (("q", q), ("k", k), ("v", v)):
+            if isinstance(part, CodedSlots):
                 continue
             if self.ragged is not None and name != "q":
-                if tensor.dim() != 2 or tensor.shape[0] != self.ragged.total:
-                    raise ValueError(f"{name} must be [{self.ragged.total}, size], a flat store, got {_shape(tensor)}.")
-            elif tensor.dim() != 4:
-                raise ValueError(f"{name} must have 4 dimensions [batch, heads, length, size], got {_shape(tensor)}.")
-            if tensor.dtype not in DTYPES or tensor.dtype != q.dtype:
-                raise ValueError(
-                    f"q, k and v must share one dtype of float32, bfloat16, float16, float64; "
-                    f"got q {q.dtype}, {name} {tensor.dtype}. Cast them first."
-                )
+                check(name, part, (self.ragged.total, "size"))
+            elif part.dim() != 4:
+                check(name, part, ("batch", "heads", "length", "size"))
+            if part.dtype != q.dtype or part.dtype not in DTYPES:
+                check_dtypes(**{"q": q, name: part})
         batch, query_heads, _, size = q.shape
         keys, values = self._shapes()
         kv_heads, slots = keys[1:3]
         if keys[0] != batch or keys[3] != size:
             raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {_shape(q)}, got {list(keys)}.")
-        if kv_heads == 0 or query_heads % kv_heads:
-            raise ValueError(f"q has {query_heads} heads, which is not a multiple of the {kv_heads} heads of k.")
+        check_groups(query_heads, kv_heads)
         if values[:2] != keys[:2] or values[2] > slots:
             raise ValueError(f"v must be [{batch}, {kv_heads}, at most {slots}, size], got {list(values)}.")
-        each = [batch, kv_heads, slots] if self.ragged is None else [self.ragged.total]
-        for name, weights in (("log_num", self.log_num), ("log_den", self.log_den)):
-            if weights is not None and list(weights.shape) != each:
-                raise ValueError(f"{name} must be {each}, one per slot, got {_shape(weights)}.")
+        each = (batch, kv_heads, slots) if self.ragged is None else (self.ragged.total,)
+        check("log_num", self.log_num, each)
+        check("log_den", self.log_den, each)
         if self.pages is not None and self.ragged is not None:
             raise ValueError("pages hold heads of one size; ragged heads say themselves where they lie.")
         coded = [part for part in (k, v) if isinstance(part, CodedSlots)]
@@ -119,11 +114,8 @@ class Arguments(NamedTuple):
             raise ValueError("centers and exact slots of pages lie in the pages, equally far apart.")
         if self.ragged is not None and self.lengths is not None:
             raise ValueError("lengths belong to heads of one size; a ragged head has its capacity.")
-        if self.lengths is not None and tuple(self.lengths.shape) != (batch, kv_heads):
-            raise ValueError(f"lengths must be [{batch}, {kv_heads}], one per KV head, got {_shape(self.lengths)}.")
-        sinks = self.sink_logits
-        if sinks is not None and tuple(sinks.shape) != (query_heads,):
-            raise ValueError(f"sink_logits must be [{query_heads}], one per query head, got {_shape(sinks)}.")
+        check("lengths", self.lengths, (batch, kv_heads))
+        check("sink_logits", self.sink_logits, (query_heads,))
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
         if self.clip is not None and not self.clip >= 0:
