@@ -63,7 +63,7 @@ class Fitting(Rehearse):
     def settle(self, tables: Sequence[SlotTable]) -> None:
         for table in tables if self.learned is not None else ():
             if (real := table.state_of(Waiting).real) is not None:
-                moments = Moments.of_scores(self._replay.features(table), real)
+                moments = Moments.of_scores(self.replayer.features(table), real)
                 self._add(SCORES, table.layer_idx, Moments(moments.square.sum(0), moments.product.sum(0)))
         super().settle(tables)
 
