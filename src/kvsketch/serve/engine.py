@@ -45,6 +45,7 @@ from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
 from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.serve.chats import CHAT, Chats
 from kvsketch.serve.requests import EngineState, FinishReason, Likely, Request, Ticket, not_finite
 from kvsketch.serve.schedule import Run, Schedule
 from kvsketch.slots.codes import NotFinite
@@ -192,8 +193,9 @@ class BatchedEngine:
     that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
     tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
     all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
-    step has fewer launches and every row holds a copy. `alone` says why requests share no tables and take turns;
-    empty: one step serves them all.
+    step has fewer launches and every row holds a copy. `chat_bytes`: of the caches of chats that wait for their next
+    turn; these take their steps by themselves, with caches of their own (`CHAT`). `alone` says why requests share no
+    tables and take turns; empty: one step serves them all.
     """
 
     def __init__(
@@ -211,6 +213,7 @@ class BatchedEngine:
         seed: int = SEED,
         fused: bool = True,
         documents: bool = False,
+        chat_bytes: float = float("inf"),
     ) -> None:
         for name, value in (("rows", rows), ("longest", longest), ("readers", readers)):
             if value < 1:
@@ -233,6 +236,7 @@ class BatchedEngine:
         self._schedule = Schedule(rows, queue, readers)
         self._on_the_way: deque[Tokens] = deque()
         self._spare: list[WatchedCache] = []
+        self._chats = Chats(lambda: WatchedCache(model, CHAT, seed=seed, chunk=chunk), chat_bytes)
         self._counts = Counts()
         self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
         self._thread.start()
@@ -260,7 +264,8 @@ class BatchedEngine:
                 running=len(here.running), reading=len(here.reading), waiting=len(here.waiting),
                 rows=self.rows, queue=self.queue,
                 tokens_seen=sum(seen), tokens_stored=sum(stored),
-                device_bytes=shared + sum(cache.device_bytes for cache in own),
+                device_bytes=shared + sum(cache.device_bytes for cache in own) + self._chats.device_bytes,
+                chats=len(self._chats),
                 bytes_per_row=self.bytes_per_row,
                 documents_laid=0 if self._shared is None else self._shared.laid_documents,
                 steps=counts.steps, prompt_tokens=counts.prompt_tokens, generated_tokens=counts.generated_tokens,
@@ -348,7 +353,9 @@ class BatchedEngine:
         leave too few.
         """
         request, document = ticket.request, ticket.request.document
-        if self._shared is None or (document is not None and self._differs(document)):
+        if self._shared is None or request.compaction is not None:
+            return 0, False
+        if document is not None and self._differs(document):
             return 0, False
         runs = self._schedule.runs
         shared = {id(each): each for each in (run.ticket.request.document for run in runs if run.shares) if each}
@@ -362,9 +369,12 @@ class BatchedEngine:
         return None if taken + slots > self._shared.slots else (slots, False)
 
     def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
-        request = ticket.request
+        request, known = ticket.request, 0
         cache: CompressedCache
-        if request.document is None:
+        if request.compaction is not None:
+            cache, known = self._chats.open(request.ids, request.compaction.shares)
+            ticket.cached_tokens = known
+        elif request.document is None:
             cache = self._spare.pop() if self._spare else WatchedCache(self.model, self.method, **self._options)
         else:
             cache = self._after(request.document, shares)
@@ -372,12 +382,12 @@ class BatchedEngine:
         seed = secrets.randbits(63) if request.seed is None else request.seed
         taste = (request.top_k, request.min_p, request.repetition_penalty)
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
-        ids = torch.tensor([request.ids], device=self.device)
+        ids = torch.tensor([request.ids[known:]], device=self.device)
         guide = None if request.guide is None else request.guide()
         if guide is not None:
             draw.allowed[0].copy_(guide.allowed())
         mode = Draw.mode(request.temperature, request.top_p, *taste, guided=guide is not None)
-        run = Run(ticket, cache, draw, mode, guide, slots, shares, read_chunks(self.model, ids, cache))
+        run = Run(ticket, cache, draw, mode, guide, slots, shares, read_chunks(self.model, ids, cache), known)
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         self._schedule.read(run)
@@ -415,7 +425,7 @@ class BatchedEngine:
             return
         if run.ticket.cancelled:
             raise GivenUp
-        tokens, layers = len(run.ticket.request.ids), len(run.cache.layers)
+        tokens, layers = run.left, len(run.cache.layers)
         run.ticket.tokens_read = min(tokens, tokens * run.begun // layers)
         run.begun += 1
         run.work += tokens
@@ -426,9 +436,13 @@ class BatchedEngine:
     def _start_answer(self, run: Run, logits: Tensor) -> None:
         run.chunks, run.token = None, run.draw.choose(logits, run.mode)
         ticket = run.ticket
-        tables = [layer.table for layer in run.cache.slot_layers]
-        budgets = [run.cache.method.budget_tokens(table) for table in tables]
-        ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
+        if (compaction := ticket.request.compaction) is not None:
+            run.cache.compact(compaction.spans, compaction.shares)
+            ticket.tokens_stored = run.cache.tokens_stored
+        else:
+            tables = [layer.table for layer in run.cache.slot_layers]
+            budgets = [run.cache.method.budget_tokens(table) for table in tables]
+            ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
         ticket.device_bytes = run.cache.device_bytes
         self._schedule.answer(run)
         self._send(Tokens.of([run], run.token, [0], logits))
@@ -453,7 +467,7 @@ class BatchedEngine:
 
     def _give_back(self, run: Run) -> None:
         """Frees the cache of a request at once: it refers to itself, and the garbage collector comes late."""
-        if run.returned:
+        if run.returned or run.ticket.request.compaction is not None:
             return
         run.returned, cache = True, run.cache
         cache.reset()
@@ -461,6 +475,19 @@ class BatchedEngine:
             cache.watch = None
             if run.ticket.request.document is None and len(self._spare) < self.readers:
                 self._spare.append(cache)
+
+    def _keep_chat(self, run: Run, broken: bool) -> None:
+        """Keeps the cache of a chat for its next turn, unless its prompt was not read or something went wrong."""
+        request = run.ticket.request
+        if request.compaction is None or run.returned:
+            return
+        run.returned = True
+        if isinstance(run.cache, WatchedCache):
+            run.cache.watch = None
+        if broken or run.token is None:
+            run.cache.reset()
+        else:
+            self._chats.close([*request.ids, *run.ticket.tokens], run.cache, request.compaction.shares)
 
     # decode steps
 
@@ -566,6 +593,7 @@ class BatchedEngine:
 
     def _end(self, run: Run, reason: FinishReason, error: BaseException | None = None) -> None:
         self._leave(run)
+        self._keep_chat(run, error is not None)
         if isinstance(error, NotFinite) and run.ticket.request.id not in str(error):
             error = not_finite(f"request {run.ticket.request.id}", self.model, error)
         self._finish(run.ticket, reason, error)
