@@ -1,7 +1,7 @@
 """Made-up runs of an agent: each turn reads a file with a tool, and asks for something that the run has shown before.
 
-A file is a log, JSON or source code, with values that nobody can guess. A question is about the rules in the system
-prompt or about a file of this turn or an earlier one, and no value is asked for twice.
+A file is a log, JSON or source code, with values that nobody can guess between lines that say nothing. A question is
+about the system prompt, or about a file of this turn or an earlier one, and no value is asked for twice.
 """
 
 from __future__ import annotations
@@ -16,6 +16,13 @@ WORDS = (
     "amber", "basil", "cedar", "delta", "ember", "fjord", "grove", "hazel", "ivory", "jasper", "karst", "lotus",
     "maple", "north", "onyx", "pearl", "quartz", "river", "slate", "topaz", "umber", "velvet", "willow", "yarrow",
 )  # fmt: skip
+IDLE = (
+    "heartbeat received, nothing to do", "the queue is empty and waits for the next message",
+    "cache refreshed without a change", "connection reused from the pool", "retry was not needed this time",
+    "no errors since the service was started", "checked again, still the same as before",
+    "garbage collection finished in the usual time",
+)  # fmt: skip
+NOISE = 3  # lines of a file without a value, for each with one
 FIELDS = ("port", "badge", "budget", "weight", "ticket", "build", "limit", "offset", "quota", "serial")
 TEAMS, SYSTEM_SHARE = 12, 1 / 8  # facts of the system prompt, and how often one is asked for
 TOOL = {
@@ -88,20 +95,26 @@ def _messages(path: str, text: str, question: str) -> list[Message]:
 
 
 def _file(draw: random.Random, number: int, entries: int) -> tuple[str, str, dict[str, str]]:
-    """A path, a text, and the values in it by their names."""
+    """A path, a text, and the values in it by their names; the other lines say nothing of use."""
     stem = f"{draw.choice(WORDS)}_{number}"
-    names = [f"{draw.choice(WORDS)} {field}" for field in draw.sample(FIELDS, min(entries, len(FIELDS)))]
+    names = draw.sample([f"{word} {field}" for word in WORDS for field in FIELDS], entries)
     values = {name: str(draw.randrange(10000, 99999)) for name in names}
-    if number % 3 == 0:
-        return f"{stem}.json", json.dumps({name: int(value) for name, value in values.items()}, indent=1), values
-    if number % 3 == 1:
-        lines = [
-            f"2031-04-{draw.randrange(1, 29):02} {draw.randrange(24):02}:{draw.randrange(60):02} "
-            f"INFO worker-{draw.randrange(9)}: the {name} is set to {value} after {draw.randrange(2, 900)} ms"
-            for name, value in values.items()
-        ]
-        return f"{stem}.log", "\n".join(lines), values
-    lines = [
-        f"{name.upper().replace(' ', '_')} = {value}  # the {name} of this module" for name, value in values.items()
-    ]
-    return f"{stem}.py", "\n".join(['"""Settings."""', "", *lines]), values
+    lines: list[tuple[str, str]] = [*values.items(), *((draw.choice(IDLE), "") for _ in range(NOISE * entries))]
+    draw.shuffle(lines)
+    form = (_json, _log, _code)[number % 3]
+    return f"{stem}.{form.__name__.strip('_')}", form(draw, lines), values
+
+
+def _json(draw: random.Random, lines: list[tuple[str, str]]) -> str:
+    return json.dumps(
+        [{"name": name, "value": int(value)} if value else {"note": name} for name, value in lines], indent=0
+    )
+
+
+def _log(draw: random.Random, lines: list[tuple[str, str]]) -> str:
+    said = (f"INFO the {name} is set to {value}" if value else f"DEBUG {name}" for name, value in lines)
+    return "\n".join(f"12:{draw.randrange(60):02} worker-{draw.randrange(9)} {each}" for each in said)
+
+
+def _code(draw: random.Random, lines: list[tuple[str, str]]) -> str:
+    return "\n".join(f"{name.upper().replace(' ', '_')} = {value}" if value else f"# {name}" for name, value in lines)

@@ -50,7 +50,7 @@ class AgentOptions(ExperimentOptions):
     methods: str = methods_option("full,summary,rehearse:wait=compact:bits=16")
     budgets: str = experiment.budgets_option("1/8")
     turns: int = option(100, "turns of a run", least=2)
-    entries: int = option(8, "values in a file that a turn reads", least=1, most=len(agent_runs.FIELDS))
+    entries: int = option(3, "values in a file that a turn reads", least=1, most=len(agent_runs.WORDS))
     answer: int = option(12, "tokens of an answer", least=4)
     summary_at: int = option(4096, "tokens of a transcript that are summarised", least=256)
     summary_tokens: int = option(512, "tokens of a summary", least=32)
