@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "concentration": "How few tokens attention goes to, where they lie and for how long they matter.",
     "bits": "Keys and values in few bits: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
     "promise": "Whether a promise of the loss holds: on passages that were not tried, and for answers.",
+    "agents": "A long run of an agent: spans compacted in place beside the full cache and summaries.",
     "token-life": "How long each token of a document stays in the cache, by layer and head.",
 }
 BENCHMARKS = {

@@ -20,6 +20,7 @@ latent.py       multi-head latent attention: slots of latent vectors
 families.py     adapters for families that bypass seam 2
 rotary.py       angles of a model's rotary embedding
 streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate
+compaction.py   spans of a text that are rehearsed where they lie
 repetition.py   the model repeats a text, for methods that choose by that
 fitting.py      maps of a model that stand for a repetition
 text.py         what was read, as a checksum

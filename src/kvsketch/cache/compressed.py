@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import dataclasses
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -17,6 +17,7 @@ from transformers import Cache, PretrainedConfig
 
 from kvsketch.cache import (
     attention,
+    compaction,
     continuing,
     families,
     fitting,
@@ -30,6 +31,7 @@ from kvsketch.cache import (
 from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.chunks import require_one_chunk, require_stream
+from kvsketch.cache.compaction import Span
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.promise import Promise
 from kvsketch.cache.saving.model_identity import ModelIdentity
@@ -220,6 +222,19 @@ class CompressedCache(Cache):
         `kvsketch.prefill` and `generate` call this; it is needed after a forward of the model alone.
         """
         repetition.repeat(self, model, input_ids, instruction)
+
+    def compact(self, spans: Sequence[Span], shares: Mapping[str, str]) -> None:
+        """Rehearses spans of the text where they lie, each to the share of its kind (`rehearse:wait=compact`).
+
+            cache.compact([Span("system", 0, 60), Span("tool", 75, 300)], {"tool": "1/8"})
+
+        Decides about all tokens up to the end of the last span. Kinds without a share, and what lies between spans,
+        stay as they are; so do spans that were decided before. Tokens behind may be compacted later, or taken back with
+        `crop`. Positions do not change: the next turn reads its own tokens alone.
+        """
+        self._require_own()
+        interrupted.require_whole(self.layers, self._broken_off)
+        compaction.compact(self.slot_layers, self.method, spans, shares)
 
     @property
     def tokens_seen(self) -> int:

@@ -52,6 +52,12 @@ def serve(
     answer_seconds: Annotated[
         float, typer.Option(min=1, help="Seconds that an answer may take; one that takes longer ends with an error.")
     ] = 3600.0,
+    span_share: Annotated[
+        str | None,
+        typer.Option(
+            help="Share that finished spans of chats keep, such as tool=1/8,thinking=1/8; else chats are read anew."
+        ),
+    ] = None,
     cors: Annotated[
         list[str] | None, typer.Option(help="Origin such as https://app.example whose pages may use the server.")
     ] = None,
@@ -81,9 +87,11 @@ def serve(
     from kvsketch.cache.chunks import require_stream
     from kvsketch.cli.watching import quick_dtype
     from kvsketch.methods import parse_method
+    from kvsketch.serve.spans import parse_shares
 
     app.require_origins(cors or (), api_key)
     parsed = parse_method(method or METHOD)
+    shares = None if span_share is None else parse_shares(span_share, "--span-share")
     require_stream(prefill or "exact", chunk)
     bound = server.bind(host, port)
     loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
@@ -91,6 +99,7 @@ def serve(
         loaded, tokenizer, name or server.model_name(model), parsed,
         folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
         prefill=prefill, chunk=chunk, whole_below=SHORT if method is None else 0, answer_seconds=answer_seconds,
+        span_shares=shares,
     )  # fmt: skip
     running = server.Server(
         service, host, api_key=api_key, largest_body=most, drain=drain, cors=cors or (), bound=bound

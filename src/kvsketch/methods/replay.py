@@ -12,7 +12,7 @@ learned    a map that was fitted on other texts (`replay_map`, `kvsketch fit`) m
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -76,23 +76,26 @@ class Replay:
         hidden = None if table.padding is None else (table.padding - (table.seen - state.scored)).clamp_min(0)
         return replay_map.features(state.score.gather(2, slots), *newest(table, slots), hidden)
 
-    def virtual(self, table: SlotTable, queries: Tensor) -> None:
-        """Scores the newest tokens, those of the queries [B, Hq, n, D]."""
+    def virtual(self, table: SlotTable, queries: Tensor, lengths: Sequence[int] | None = None, behind: int = 0) -> None:
+        """Scores the newest tokens but for the last `behind`, those of the queries [B, Hq, n, D].
+
+        lengths: of the chunks; unless given these are equal.
+        """
         table.unpack()
         new = queries.shape[2]
-        slots = newest_slots(table, new)  # [B, H, n]
-        keys = newest(table, slots)[0]
+        slots = newest_slots(table, new, behind)  # [B, H, n]
+        keys = newest(table, slots, behind)[0]
         queries, pads = queries.to(keys.dtype), table.padding
         # Queries that waited are not those of all heads.
         if whole := self.learned is not None and table.appended == new > 1:
             queries = self._as_repeated(table, queries)
         first, sinks = first_keys(table, self.sinks), own_sinks(table, self.sinks)
         angles = whole_turns(tuple(table.rotary), queries.device)
-        lengths, done = equal_chunks(new, self.chunk), 0
-        most = MAX_ROTATED.get(keys.device.type, 1) // queries[:, :, : lengths[0]].numel()
+        lengths, done = list(lengths or equal_chunks(new, self.chunk)), 0
+        most = MAX_ROTATED.get(keys.device.type, 1) // queries[:, :, : max(lengths)].numel()
         scores, again = [], []
         for length, count in runs(lengths, max(1, most)):
-            begin, end = table.seen - new + done, done + count * length
+            begin, end = table.seen - behind - new + done, done + count * length
             q, k = queries[:, :, done:end], keys[:, :, done:end]
             begins = (begin + length * torch.arange(count, device=k.device)).expand(len(k), -1)  # [B, P]
             asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))

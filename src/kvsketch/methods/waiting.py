@@ -135,7 +135,7 @@ class Queue:
         if self.count >= self.method.most_waiting:
             return True
         first = table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
-        return first and table.appended > 1 and self.count >= least
+        return first and not self.method.told and table.appended > 1 and self.count >= least
 
     # tokens that the model repeats (`cache.repetition`)
 
@@ -248,6 +248,11 @@ class Queue:
         self._keep(queries, waiting)
         return self.kept_queries(waiting)
 
+    def kept_bytes(self, begin: int, count: int) -> Tensor:  # [B, H m, count, bytes]
+        """What is kept of the queries of `count` tokens that wait, behind the first `begin` of them."""
+        assert self.state.queries is not None
+        return self.state.queries[:, :, begin : begin + count]
+
     def kept_queries(self, count: int) -> Tensor:  # [B, H m, count, D]
         """The queries of the first `count` tokens that wait."""
         held = self.state.queries
@@ -267,6 +272,11 @@ class WaitingMethod(BudgetedMethod):
 
     budget: Size | int | str = "50%"
     share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
+
+    @property
+    def told(self) -> bool:
+        """Whether tokens wait until `CompressedCache.compact` decides about them."""
+        return False
 
     @property
     @abstractmethod
@@ -358,7 +368,7 @@ class WaitingMethod(BudgetedMethod):
 
     def kept_heads(self, heads: int, query_heads: int) -> int:
         """Queries of a token, for all KV heads, that wait with it."""
-        return min(heads * KEPT, query_heads) if self.stored_bits else query_heads
+        return min(heads * KEPT, query_heads) if self.stored_bits or self.told else query_heads
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
@@ -474,26 +484,29 @@ def own_sinks(table: SlotTable, sinks: int) -> int:
     return sinks if table.document is None else 0
 
 
-def newest(table: SlotTable, slots: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, n, D] of the slots of the newest tokens."""
+def newest(table: SlotTable, slots: Tensor, behind: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys and values [B, H, n, D] of the slots of the newest tokens, but for the last `behind`."""
     if table.exact:
-        first = table.length - slots.shape[2]
-        return table.key_slots()[:, :, first:], table.value_slots()[:, :, first:]
+        own = slice(table.length - behind - slots.shape[2], table.length - behind)
+        return table.key_slots()[:, :, own], table.value_slots()[:, :, own]
     return table.tokens_at(slots)
 
 
-def newest_slots(table: SlotTable, count: int) -> Tensor:  # [B, H, count]
-    """The slots of the last `count` tokens, in the order of the text."""
+def newest_slots(table: SlotTable, count: int, behind: int = 0) -> Tensor:  # [B, H, count]
+    """The slots of the last `count` tokens but for the last `behind`, in the order of the text."""
     if table.exact:
-        return torch.arange(table.length - count, table.length, device=table.device).expand(*table.shape[:2], -1)
+        end = table.length - behind
+        return torch.arange(end - count, end, device=table.device).expand(*table.shape[:2], -1)
     if table.stacked:
         # They lie one behind the other.
         last = (table.index_slots() == table.seen - 1).int().argmax(-1, keepdim=True)
-        return last - (count - 1) + torch.arange(count, device=table.device)
+        return last - behind - (count - 1) + torch.arange(count, device=table.device)
     # Left padding has negative numbers in `index_slots`; the newest tokens are told by their own.
-    return table.order_slots()[:, :, -count:]
+    order = table.order_slots()
+    return order[:, :, order.shape[2] - behind - count : order.shape[2] - behind]
 
 
-def at_newest(table: SlotTable, x: Tensor, slots: Tensor) -> Tensor:
-    """What x [B, H, S, ...] has for the slots [B, H, n] of the newest tokens."""
-    return x[:, :, x.shape[2] - slots.shape[2] :] if table.exact else gather_slots(x, slots)
+def at_newest(table: SlotTable, x: Tensor, slots: Tensor, behind: int = 0) -> Tensor:
+    """What x [B, H, S, ...] has for the slots [B, H, n] of the newest tokens, but for the last `behind`."""
+    end = x.shape[2] - behind
+    return x[:, :, end - slots.shape[2] : end] if table.exact else gather_slots(x, slots)

@@ -54,7 +54,7 @@ class Caches:
 
     def give_back(self, run: Run) -> None:
         """Frees the cache of a request at once: it refers to itself, and the garbage collector comes late."""
-        if run.returned:
+        if run.returned or run.ticket.request.compaction is not None:
             return
         run.returned, cache = True, run.cache
         cache.reset()

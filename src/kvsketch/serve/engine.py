@@ -33,6 +33,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
@@ -41,6 +42,7 @@ from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.serve.caches import Caches, GivenUp, WatchedCache
+from kvsketch.serve.chats import CHAT, Chats
 from kvsketch.serve.own_steps import OwnSteps
 from kvsketch.serve.requests import EngineState, FinishReason, Request, Ticket, not_finite
 from kvsketch.serve.schedule import Run, Schedule
@@ -84,8 +86,9 @@ class BatchedEngine:
     that of `usual_prefill` unless given, `chunk` and `seed` are those of `CompressedCache`: a greedy request gets the
     tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
     all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
-    step has fewer launches and every row holds a copy. `alone` says why requests share no tables and take turns;
-    empty: one step serves them all.
+    step has fewer launches and every row holds a copy. `chat_bytes`: of the caches of chats that wait for their next
+    turn; these take their steps by themselves, with caches of their own (`CHAT`). `alone` says why requests share no
+    tables and take turns; empty: one step serves them all.
     """
 
     def __init__(
@@ -103,6 +106,7 @@ class BatchedEngine:
         seed: int = SEED,
         fused: bool = True,
         documents: bool = False,
+        chat_bytes: float = float("inf"),
     ) -> None:
         for name, value in (("rows", rows), ("longest", longest), ("readers", readers)):
             if value < 1:
@@ -123,6 +127,7 @@ class BatchedEngine:
         self._schedule = Schedule(rows, queue, readers)
         self._on_the_way: deque[Tokens] = deque()
         self._caches = Caches(model, self.method, readers, seed=seed, prefill=self.prefill, chunk=chunk)
+        self._chats = Chats(lambda: WatchedCache(model, CHAT, seed=seed, chunk=chunk), chat_bytes)
         self._own_steps = OwnSteps(model, fused)
         self._counts = Counts()
         self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
@@ -151,7 +156,8 @@ class BatchedEngine:
                 running=len(here.running), reading=len(here.reading), waiting=len(here.waiting),
                 rows=self.rows, queue=self.queue,
                 tokens_seen=sum(seen), tokens_stored=sum(stored),
-                device_bytes=shared + sum(cache.device_bytes for cache in own),
+                device_bytes=shared + sum(cache.device_bytes for cache in own) + self._chats.device_bytes,
+                chats=len(self._chats),
                 bytes_per_row=self.bytes_per_row,
                 documents_laid=0 if self._shared is None else self._shared.laid_documents,
                 steps=counts.steps, prompt_tokens=counts.prompt_tokens, generated_tokens=counts.generated_tokens,
@@ -235,7 +241,9 @@ class BatchedEngine:
         leave too few.
         """
         request, document = ticket.request, ticket.request.document
-        if self._shared is None or (document is not None and self._caches.differ(document)):
+        if self._shared is None or request.compaction is not None:
+            return 0, False
+        if document is not None and self._caches.differ(document):
             return 0, False
         runs = self._schedule.runs
         shared = {id(each): each for each in (run.ticket.request.document for run in runs if run.shares) if each}
@@ -249,18 +257,23 @@ class BatchedEngine:
         return None if taken + slots > self._shared.slots else (slots, False)
 
     def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
-        request = ticket.request
-        cache = self._caches.take(request.document, shares)
+        request, known = ticket.request, 0
+        cache: CompressedCache
+        if request.compaction is None:
+            cache = self._caches.take(request.document, shares)
+        else:
+            cache, known = self._chats.open(request.ids, request.compaction.shares)
+            ticket.cached_tokens = known
         draw = Draw(1, self.device, self._vocabulary)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         taste = (request.top_k, request.min_p, request.repetition_penalty)
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
-        ids = torch.tensor([request.ids], device=self.device)
+        ids = torch.tensor([request.ids[known:]], device=self.device)
         guide = None if request.guide is None else request.guide()
         if guide is not None:
             draw.allowed[0].copy_(guide.allowed())
         mode = Draw.mode(request.temperature, request.top_p, *taste, guided=guide is not None)
-        run = Run(ticket, cache, draw, mode, guide, slots, shares, read_chunks(self.model, ids, cache))
+        run = Run(ticket, cache, draw, mode, guide, slots, shares, read_chunks(self.model, ids, cache), known)
         if isinstance(cache, WatchedCache):
             cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
         self._schedule.read(run)
@@ -293,7 +306,7 @@ class BatchedEngine:
             return
         if run.ticket.cancelled:
             raise GivenUp
-        tokens, layers = len(run.ticket.request.ids), len(run.cache.layers)
+        tokens, layers = run.left, len(run.cache.layers)
         run.ticket.tokens_read = min(tokens, tokens * run.begun // layers)
         run.begun += 1
         run.work += tokens
@@ -304,9 +317,13 @@ class BatchedEngine:
     def _start_answer(self, run: Run, logits: Tensor) -> None:
         run.chunks, run.token = None, run.draw.choose(logits, run.mode)
         ticket = run.ticket
-        tables = [layer.table for layer in run.cache.slot_layers]
-        budgets = [run.cache.method.budget_tokens(table) for table in tables]
-        ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
+        if (compaction := ticket.request.compaction) is not None:
+            run.cache.compact(compaction.spans, compaction.shares)
+            ticket.tokens_stored = run.cache.tokens_stored
+        else:
+            tables = [layer.table for layer in run.cache.slot_layers]
+            budgets = [run.cache.method.budget_tokens(table) for table in tables]
+            ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
         ticket.device_bytes = run.cache.device_bytes
         self._schedule.answer(run)
         self._send(Tokens.of([run], run.token, [0], logits))
@@ -414,6 +431,7 @@ class BatchedEngine:
 
     def _end(self, run: Run, reason: FinishReason, error: BaseException | None = None) -> None:
         self._leave(run)
+        self._chats.keep(run, error is not None)
         if isinstance(error, NotFinite) and run.ticket.request.id not in str(error):
             error = not_finite(f"request {run.ticket.request.id}", self.model, error)
         self._finish(run.ticket, reason, error)

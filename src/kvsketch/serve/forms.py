@@ -47,10 +47,14 @@ class Whole:
 
 
 def usage(answer: Answer) -> CompletionUsage:
-    prompt = answer.prompt_tokens
+    prompt, tickets = answer.prompt_tokens, [choice.ticket for choice in answer.choices]
+    chat: dict[str, Any] = {}
+    if any(ticket.request.compaction for ticket in tickets):
+        held = sum(ticket.device_bytes or 0 for ticket in tickets)
+        chat = {"kvsketch": {"prefill_tokens": prompt - answer.cached_tokens, "cache_bytes": held}}
     return CompletionUsage(
         prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), **chat,
     )  # fmt: skip
 
 

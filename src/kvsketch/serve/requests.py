@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
 from uuid import uuid4
@@ -18,6 +18,7 @@ from kvsketch.slots.codes import NotFinite
 if TYPE_CHECKING:
     from torch import Tensor
 
+    from kvsketch.cache.compaction import Span
     from kvsketch.cache.compressed import CompressedCache
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
@@ -72,6 +73,14 @@ class Guide(Protocol):
 
 
 @dataclass(frozen=True)
+class Compaction:
+    """What becomes of a chat once its prompt is read: these spans, to the shares of their kinds."""
+
+    spans: tuple[Span, ...]
+    shares: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Request:
     """One text to continue.
 
@@ -81,6 +90,7 @@ class Request:
     and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
     `guide` makes what rules out tokens that a grammar does not allow; the answer ends with its last one.
     `logprobs`: the ticket tells how likely each token was, and so many of the likeliest ones.
+    `compaction`: `ids` are a chat, which goes on in the cache of its last turn, and whose spans grow small.
     `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
     `top_k` and `top_p`; `repetition_penalty` counts `ids` and the answer.
     """
@@ -97,6 +107,7 @@ class Request:
     repetition_penalty: float = 1.0
     logprobs: int | None = None
     guide: Callable[[], Guide] | None = None
+    compaction: Compaction | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def __post_init__(self) -> None:
@@ -150,6 +161,8 @@ class Ticket:
         self.error: BaseException | None = None
         self.prompt_tokens = len(request.ids) + (request.document.tokens_seen if request.document is not None else 0)
         """Tokens before the answer, those of the document included."""
+        self.cached_tokens = self.prompt_tokens - len(request.ids)
+        """Those of them that are not read: of the document, or of earlier turns of a chat."""
         self.tokens_read = 0
         """Tokens of `ids` that have been read so far."""
         self.tokens_stored: int | None = None
@@ -279,6 +292,8 @@ class EngineState:
     """Requests that have ended, by finish_reason."""
     documents_laid: int = 0
     """Documents that lie in the tables, each once for all requests that name it."""
+    chats: int = 0
+    """Chats whose caches wait for their next turn."""
 
 
 class Engine(Protocol):

@@ -31,6 +31,7 @@ class Run:
     slots: int  # of the shared store that it may need
     shares: bool = False  # whether its row continues a document that lies in the store
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
+    known: int = 0  # tokens of a chat that its cache has read in earlier turns
     read: int = 0  # tokens of the prompt that all layers have read
     begun: int = 0  # layers that have begun to read the whole prompt
     work: int = 0  # tokens that layers have read since the others last took a step
@@ -45,7 +46,7 @@ class Run:
     @property
     def left(self) -> int:
         """Tokens of the prompt that have not been read."""
-        return len(self.ticket.request.ids) - self.read
+        return len(self.ticket.request.ids) - self.known - self.read
 
 
 class Schedule:

@@ -14,6 +14,8 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvsketch.serve.spans import parse_shares
+
 DEFAULT_NEW_TOKENS = 1024
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
@@ -170,6 +172,17 @@ class StreamOptions(Lenient):
     include_obfuscation: bool = False
 
 
+class Own(Fields):
+    """What other servers do not know."""
+
+    spans: dict[str, str] | None = None
+
+    @model_validator(mode="after")
+    def _has_shares(self) -> Own:
+        parse_shares(self.spans or {}, "spans")
+        return self
+
+
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
 Tokens = Annotated[list[int], Field(min_length=1)]
 
@@ -213,6 +226,7 @@ class ChatAsked(Asked):
     messages: Annotated[list[Message], Field(min_length=1)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     document: str | None = None
+    kvsketch: Own | None = None
     response_format: Format | None = None
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None

@@ -6,7 +6,7 @@ import contextlib
 import logging
 import socket
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,7 @@ def start_service(
     chunk: int = CHUNK,
     whole_below: int = 0,
     answer_seconds: float = ANSWER_SECONDS,
+    span_shares: Mapping[str, str] | None = None,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
@@ -51,7 +52,7 @@ def start_service(
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
     `whole_below`: documents of fewer tokens that name no method are kept whole.
-    `answer_seconds`: how long an answer may take.
+    `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     """
     parsed = parse_method(method)
     longest = longest_context(model, parsed, memory)
@@ -62,10 +63,11 @@ def start_service(
     usual = usual_prefill(model, parsed) if wanted > 1 else "exact"
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
-    engine = BatchedEngine(model, parsed, documents=True, **options, **reading)
+    chats = memory or _quarter(model)
+    engine = BatchedEngine(model, parsed, documents=True, chat_bytes=chats, **options, **reading)
     return Service(
         model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory,
-        whole_below=whole_below, answer_seconds=answer_seconds, **reading,
+        whole_below=whole_below, answer_seconds=answer_seconds, span_shares=span_shares, **reading,
     )  # fmt: skip
 
 
@@ -109,9 +111,7 @@ def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None)
     if alone(model, method):
         return 1, None
     on_gpu = model.device.type == "cuda"
-    if memory is None:
-        free = torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available
-        memory = free // 4
+    memory = memory or _quarter(model)
     if longest * full_cache_bytes(model, 1) > memory:
         # Not even one prompt would fit: its row is not worth a measurement.
         return 1, None
@@ -123,6 +123,12 @@ def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None)
     if method.ragged and fitting:
         fitting = max(fitting, held // 4 // shared.bytes_beside)
     return max(1, min(most, fitting)), held
+
+
+def _quarter(model: Any) -> int:
+    """A quarter of the bytes that are free where the model lies."""
+    on_gpu = model.device.type == "cuda"
+    return int(torch.cuda.mem_get_info(model.device)[0] if on_gpu else psutil.virtual_memory().available) // 4
 
 
 class Server:

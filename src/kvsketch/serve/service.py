@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.grammar import NEEDS, Grammars
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
-from kvsketch.serve.requests import Closed, Engine, Full, Guide, Request, Ticket, unused_settings
+from kvsketch.serve.requests import Closed, Compaction, Engine, Full, Guide, Request, Ticket, unused_settings
 from kvsketch.serve.schema import (
     DEFAULT_NEW_TOKENS,
     ApiError,
@@ -29,6 +29,7 @@ from kvsketch.serve.schema import (
     ResponseAsked,
     did_you_mean,
 )
+from kvsketch.serve.spans import finished_spans
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Calls
 from kvsketch.slots.positions import CACHE
@@ -62,13 +63,17 @@ class Answer:
     id: str
     created: int
     asked: Asked
-    cached_tokens: int = 0
     seconds: float = ANSWER_SECONDS  # that it may take, from the request to the last token
 
     @property
     def prompt_tokens(self) -> int:
         """Those of a prompt count once, however many texts continue it."""
         return sum(choice.ticket.prompt_tokens for choice in self.choices[:: self.each])
+
+    @property
+    def cached_tokens(self) -> int:
+        """Those of them that were not read: of a document, or of earlier turns of a chat."""
+        return sum(choice.ticket.cached_tokens for choice in self.choices[:: self.each])
 
     @property
     def tokens(self) -> int:
@@ -95,6 +100,7 @@ class Service:
     memory: bytes that the cache of a running request may take; None: as many as the model has positions for.
     whole_below: documents of fewer tokens that name no method are kept whole.
     answer_seconds: how long an answer may take, its wait in the queue included; then it ends with an error.
+    span_shares: how small spans of chats become, by their kind (`spans`); empty: chats are read anew at each turn.
     """
 
     def __init__(
@@ -112,7 +118,9 @@ class Service:
         chunk: int = CHUNK,
         whole_below: int = 0,
         answer_seconds: float = ANSWER_SECONDS,
+        span_shares: Mapping[str, str] | None = None,
     ) -> None:
+        self.span_shares = dict(span_shares or {})
         self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, parse_method(method)
         self.template = Template(tokenizer)
         self.grammars = Grammars(tokenizer, model.get_output_embeddings().weight.shape[0], self._ends())
@@ -149,12 +157,26 @@ class Service:
             ids = write(messages, asked.offered)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
-        answer = self._start(asked, [ids], "chatcmpl-", document, self._guide(asked))
+        compaction = self._compaction(asked, messages, number)
+        answer = self._start(asked, [ids], "chatcmpl-", document, self._guide(asked), compaction)
         if asked.offered:
             names = {tool["function"]["name"] for tool in asked.offered}
             for choice in answer.choices:
                 choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
         return answer
+
+    def _compaction(self, asked: ChatAsked, messages: list[Any], document: str | None) -> Compaction | None:
+        """What becomes of the spans of a chat; None: it is no chat that goes on in its cache."""
+        own = None if asked.kvsketch is None else asked.kvsketch.spans
+        if own and document is not None:
+            raise ApiError(
+                400, "spans of a chat about a document stay as they are; leave out kvsketch.spans or the document",
+                "invalid_value", "kvsketch",
+            )  # fmt: skip
+        shares = self.span_shares if own is None else own
+        if not shares or document is not None:
+            return None
+        return Compaction(tuple(finished_spans(self.template, messages, asked.offered)), shares)
 
     def response(self, asked: ResponseAsked) -> Answer:
         """The same for the newer endpoint."""
@@ -196,10 +218,10 @@ class Service:
         prefix: str,
         document: CompressedCache | None = None,
         guide: Callable[[], Guide] | None = None,
+        compaction: Compaction | None = None,
     ) -> Answer:
-        before = 0 if document is None else document.tokens_seen
         requests = [
-            replace(self._request(asked, ids, document, number), guide=guide)
+            replace(self._request(asked, ids, document, number), guide=guide, compaction=compaction)
             for ids in prompts
             for number in range(asked.n or 1)
         ]
@@ -208,7 +230,7 @@ class Service:
             for index, ticket in enumerate(self._submit_all(requests))
         ]
         return Answer(
-            choices, asked.n or 1, asked.model, prefix + uuid4().hex, int(time.time()), asked, before,
+            choices, asked.n or 1, asked.model, prefix + uuid4().hex, int(time.time()), asked,
             seconds=self.answer_seconds,
         )  # fmt: skip
 

@@ -31,11 +31,23 @@ class Template:
 
     def chat(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A conversation up to where the answer begins; ValueError for one that the model's template refuses."""
+        text = self.text(messages, tools)
+        return self._encode(text) if self.tokenizer.chat_template else self.plain(text)
+
+    def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
+        """The text of `chat`."""
         if not self._knows_tools:
             messages, tools = in_words(messages, tools), ()
         if not self.tokenizer.chat_template:
-            return self.plain(_without_template(messages))
-        return self._encode(self._rendered(messages, tools))
+            return _without_template(messages)
+        return self._rendered(messages, tools)
+
+    def places(self, text: str) -> list[tuple[int, int]]:
+        """The first character of each token of a rendered text, and that behind its last; [] where nobody knows."""
+        if not getattr(self.tokenizer, "is_fast", False):
+            return []
+        plain = not self.tokenizer.chat_template
+        return list(self.tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True)["offset_mapping"])
 
     @property
     def _knows_tools(self) -> bool:

@@ -13,8 +13,9 @@ from torch import Tensor
 
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.parameters import option
+from kvsketch.methods.rehearse.compacting import Stretch, chosen, settle_behind, undecided
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
-from kvsketch.methods.replay import Piece, Replay, first_keys, pieces_of
+from kvsketch.methods.replay import Piece, Replay, equal_chunks, first_keys, pieces_of
 from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import (
     Waiting,
@@ -23,6 +24,7 @@ from kvsketch.methods.waiting import (
     newest,
     newest_slots,
     own_sinks,
+    room_ahead,
     settle_slots,
 )
 from kvsketch.slots.bytes import LayerShape
@@ -34,6 +36,7 @@ from kvsketch.slots.tensors import fetching
 REPLAYS = VIRTUAL, EXACT, LEARNED = ("virtual", "exact", "learned")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes
+COMPACT, EVER = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
 
 
 @dataclass(frozen=True)
@@ -55,7 +58,8 @@ class Rehearse(WaitingMethod):
     were fitted once for the model say what its queries and scores would be in a repetition (`replay_map.py`,
     `kvsketch fit`).
 
-    New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. The
+    New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. With
+    `wait=compact` all tokens are, and `CompressedCache.compact` says which of them are rehearsed, and to what size. The
     question is not known when the cache is compressed, and need not be.
 
     Scores and one budget for all heads as in KVzip (Kim et al., arXiv 2505.23416), which repeats the text in a second
@@ -72,7 +76,7 @@ class Rehearse(WaitingMethod):
     replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward; learned: a map", REPLAYS)
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are rehearsed together")
-    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are rehearsed")
+    wait: int | str = option(512, "new tokens behind a prompt that wait to be rehearsed; compact: all, until told")
     map: str = option("", "file of replay=learned, which `kvsketch fit` has written; empty: that of the model, if any")
     loss: Size | str | None = option(None, "likelihood that a repetition may lose, such as 2%, in place of a budget")
     bits: int | str = 4
@@ -80,16 +84,17 @@ class Rehearse(WaitingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_whole("chunk", "wait", least=64, unit="tokens")
+        self._require_whole("chunk", *(() if self.told else ("wait",)), least=64, unit="tokens")
         if self.map and self.replay != LEARNED:
             raise ValueError(f"{self.name}: map={self.map} is for replay=learned; replay is {self.replay}")
         if self.loss in (None, "None"):
             self._set("loss", None)
-            return
-        loss = Size.parse(cast(str, self.loss), f"{self.name}: loss")
-        self._set("loss", loss)
-        self._require("loss", loss.share is not None, "a share such as 2%")
-        self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
+        else:
+            loss = Size.parse(cast(str, self.loss), f"{self.name}: loss")
+            self._set("loss", loss)
+            self._require("loss", loss.share is not None, "a share such as 2%")
+            self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
+        self._require("wait", not (self.told and self.repeats), "a number of tokens beside a repetition or a loss")
 
     # score: what the text would look at if it came again
 
@@ -103,7 +108,7 @@ class Rehearse(WaitingMethod):
         return self.loss is not None
 
     @property
-    def _replay(self) -> Replay:
+    def replayer(self) -> Replay:
         return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES, self.learned)
 
     def with_map(self, learned: ReplayMap) -> Self:
@@ -124,60 +129,79 @@ class Rehearse(WaitingMethod):
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
         """The model has repeated a piece, with these queries and keys [B, H, m, D]."""
-        self._replay.exact(table, queries, copies, piece.tokens)
+        self.replayer.exact(table, queries, copies, piece.tokens)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
-        self._replay.virtual(table, queries)
+        self.replayer.virtual(table, queries)
 
     # keep: the best of all heads, refitted
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
         if self.queue(tables[0]).unrepeated:
             return
-        if not (keep := self.chosen(tables, self.chunk)):
-            return
+        if keep := self.chosen(tables, self.chunk):
+            self.keep_refitted(tables, keep)
+
+    def keep_refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor], behind: int = 0) -> None:
+        """Keeps slots [B, H, S]; the tokens that have scores, all but the last `behind`, are refitted."""
         if self.refit == "none":
             self.keep_chosen(tables, keep)
             return
-        marks = [self._marks(table, stays) for table, stays in zip(tables, keep, strict=True)]
+        marks = [self._marks(table, stays, behind) for table, stays in zip(tables, keep, strict=True)]
         asked = fetching([stays.sum(-1) for stays in keep] + [mark.sum(-1) for mark in marks])
         # The device codes while the host waits for the choice alone, and sorts what is to be refitted.
-        problems = [self._problems(table, mark) for table, mark in zip(tables, marks, strict=True)]
+        problems = [self._problems(table, mark, behind) for table, mark in zip(tables, marks, strict=True)]
         answer = asked()
         changes = self._refitted(problems, answer[len(tables) :])
         del problems, marks
         for number, layout in enumerate(self.layouts(tables, answer[: len(tables)])):
-            self._rebuild(tables[number], keep[number], layout, changes[number])
+            self._rebuild(tables[number], keep[number], layout, changes[number], behind)
         # Last, so that all of it is on its way while the device still refits.
         require_finite(tables)
 
-    def _marks(self, table: SlotTable, keep: Tensor) -> Tensor:  # [2, B H, P, C] bool
+    def compact(self, tables: Sequence[SlotTable], stretches: Sequence[Stretch]) -> None:
+        """Rehearses stretches of the tokens that wait, each to a size of its own (`compacting`)."""
+        # A text that is too short for codes waits for more of it.
+        if tables[0].waits_for_codes or not (rest := undecided(tables, stretches)):
+            return
+        count, behind = rest[-1].end - rest[0].begin, tables[0].seen - rest[-1].end
+        lengths = [length for each in rest for length in equal_chunks(each.end - each.begin, self.chunk)]
+        waiting = []
+        for table in tables:
+            queue = self.queue(table)
+            self.replayer.virtual(table, queue.kept_queries(count), lengths, behind)
+            waiting.append(queue.kept_bytes(count, behind))
+        self.keep_refitted(tables, chosen(tables, rest, self.sinks, self.share), behind)
+        for table, queries in zip(tables, waiting, strict=True):
+            settle_behind(table, queries, room_ahead(self.most_waiting, table.seen))
+
+    def _marks(self, table: SlotTable, keep: Tensor, behind: int) -> Tensor:  # [2, B H, P, C] bool
         """Which tokens of the chunks stay, and which are tokens of the row."""
         state = table.state_of(Waiting)
-        slots, places = newest_slots(table, state.scored), state.places(table.device)
+        slots, places = newest_slots(table, state.scored, behind), state.places(table.device)
         inside, at = places >= 0, places.clamp_min(0)
-        stays = at_newest(table, keep, slots).flatten(0, 1)[:, at] & inside
+        stays = at_newest(table, keep, slots, behind).flatten(0, 1)[:, at] & inside
         there = inside.expand_as(stays)
         if table.padding is not None:
-            there = at_newest(table, table.position_slots() >= 0, slots).flatten(0, 1)[:, at] & inside
+            there = at_newest(table, table.position_slots() >= 0, slots, behind).flatten(0, 1)[:, at] & inside
         return torch.stack([stays, there])
 
-    def _problems(self, table: SlotTable, marks: Tensor) -> LayerProblems:
+    def _problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
         """What is to be refitted; codes what is not."""
         state = table.state_of(Waiting)
         assert state.again is not None and state.chunks is not None
         lengths = state.chunks[0].tolist()
-        slots = newest_slots(table, sum(lengths))  # [B, H, m]
-        keys, values = newest(table, slots)
+        slots = newest_slots(table, sum(lengths), behind)  # [B, H, m]
+        keys, values = newest(table, slots, behind)
         first = first_keys(table, self.sinks)
         sinks = first.flatten(0, 1) if first.shape[2] else None
         held = None
         if table.bits.keys != PLAIN:
             table.code("keys")
-            held = newest(table, slots)[0]
+            held = newest(table, slots, behind)[0]
         folds = self.refit == "fold"
-        worth = at_newest(table, self.worth(table), slots) if folds else slots[:, :, :0].float()
-        start, places = table.seen - sum(lengths), state.places(table.device)
+        worth = at_newest(table, self.worth(table), slots, behind) if folds else slots[:, :, :0].float()
+        start, places = table.seen - behind - sum(lengths), state.places(table.device)
         own = own_sinks(table, self.sinks)
         bare: Tokens = sum(begin < own for begin in itertools.accumulate(lengths[:-1], initial=start))
         if table.padding is not None:
@@ -197,18 +221,18 @@ class Rehearse(WaitingMethod):
             result |= zip(here, changes, strict=True)
         return result
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes) -> None:
+    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
         """Keeps slots [B, H, S] with the weights and values of the refit."""
         state, weights = table.state_of(Waiting), table.log_weights()[1]
         if len(changes.place):
-            slots, at = newest_slots(table, state.scored), changes.place  # [E], of B H S
+            slots, at = newest_slots(table, state.scored, behind), changes.place  # [E], of B H S
             if not (table.exact and state.scored == table.length):
                 first = torch.arange(len(slots) * slots.shape[1], device=table.device) * table.length
                 at = (slots + first.view(*slots.shape[:2], 1)).flatten()[at]
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
             weights.view(-1).index_copy_(0, at, changes.log_weights)
             if not table.replace_at(at, changes.values):
-                values, changed = newest(table, slots)[1].contiguous(), torch.full_like(slots, -1)
+                values, changed = newest(table, slots, behind)[1].contiguous(), torch.full_like(slots, -1)
                 values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values)
                 changed.view(-1).index_copy_(0, changes.place, slots.flatten()[changes.place])
                 table.replace_values(changed, values)
@@ -218,7 +242,11 @@ class Rehearse(WaitingMethod):
 
     @property
     def most_waiting(self) -> int:
-        return min(self.chunk, self.wait)
+        return EVER if self.told else min(self.chunk, int(self.wait))
+
+    @property
+    def told(self) -> bool:
+        return self.wait == COMPACT
 
     @property
     def continues(self) -> bool:
@@ -226,10 +254,12 @@ class Rehearse(WaitingMethod):
 
     @property
     def alone(self) -> str:  # type: ignore[override]
+        if self.told:
+            return "its tokens wait until they are compacted"
         return "every text has a budget of its own" if self.promises else ""
 
     def stored_bytes(self, shape: LayerShape) -> int | None:
-        return None if self.promises else super().stored_bytes(shape)
+        return None if self.promises or self.told else super().stored_bytes(shape)
 
     @property
     def no_latents(self) -> str:

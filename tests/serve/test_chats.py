@@ -1,0 +1,131 @@
+"""Chats that go on in their caches: a turn reads its own tokens, and finished spans grow small."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+import kvsketch
+from kvsketch.cache.compaction import Span
+from kvsketch.serve.chats import CHAT, Chats, common
+from kvsketch.serve.engine import BatchedEngine
+from kvsketch.serve.requests import Compaction, Request
+from tests.helpers import zoo
+
+EIGHTH = {"tool": "1/8"}
+IDS = tuple(zoo.tokens(1, 400)[0].tolist())
+NEVER = {"temperature": 0.0}
+
+
+@pytest.fixture(scope="module")
+def model() -> Any:
+    return zoo.build("llama", head_dim=16, max_position_embeddings=16384)
+
+
+@pytest.fixture(scope="module", params=[1, 2], ids=["one row", "two rows"])
+def engine(model: Any, request: Any) -> Iterator[BatchedEngine]:
+    made = BatchedEngine(model, "rehearse", rows=request.param, longest=16384, memory=10**8)
+    yield made
+    made.close(drain=False)
+
+
+def asked(ids: tuple[int, ...], *spans: Span, most: int = 5) -> Request:
+    return Request(ids, most, compaction=Compaction(spans, EIGHTH))
+
+
+def answered(model: Any, cache: Any, ids: tuple[int, ...], *spans: Span, most: int = 5) -> list[int]:
+    """The greedy answer of a cache that has read the first tokens of a transcript."""
+    seen, said = cache.tokens_seen, []
+    logits = kvsketch.prefill(model, torch.tensor([ids[seen:]]), cache)
+    cache.compact(spans, EIGHTH)
+    with torch.no_grad():
+        for _ in range(most):
+            said.append(int(logits.argmax()))
+            if len(said) < most:
+                logits = model(torch.tensor([said[-1:]]), past_key_values=cache, use_cache=True).logits[:, -1]
+    return said
+
+
+def test_a_turn_reads_its_own_tokens_and_answers_as_the_library_does(model: Any, engine: BatchedEngine) -> None:
+    cache = kvsketch.CompressedCache(model, CHAT)
+    first = list(ticket := engine.submit(asked(IDS[:200])))
+    assert first == answered(model, cache, IDS[:200]) and ticket.cached_tokens == 0 and ticket.tokens_read == 200
+    before = ticket.device_bytes
+    longer, spans = (*IDS[:200], *first, *IDS[200:260]), (Span("system", 0, 40), Span("tool", 40, 190))
+    second = list(ticket := engine.submit(asked(longer, *spans)))
+    assert second == answered(model, cache, longer, *spans)
+    # The last token of an answer is never read.
+    assert ticket.cached_tokens == 204 and ticket.tokens_read == 61 and ticket.prompt_tokens == 265
+    assert ticket.device_bytes is not None and ticket.device_bytes < before  # type: ignore[operator]
+    third = list(ticket := engine.submit(asked((*longer, *second, *IDS[260:300]), *spans)))
+    assert third == answered(model, cache, (*longer, *second, *IDS[260:300]), *spans)
+    assert ticket.tokens_read == 41
+
+
+def test_an_answer_in_other_tokens_is_read_again_and_a_changed_past_is_another_chat(
+    model: Any, engine: BatchedEngine
+) -> None:
+    ids = IDS[100:300]
+    answer = list(engine.submit(asked(ids)))
+    other = (*ids, (answer[0] + 1) % 90, *IDS[300:320])
+    assert len(list(ticket := engine.submit(asked(other, Span("tool", 0, 150))))) == 5
+    assert ticket.cached_tokens == 200 and ticket.tokens_read == 21
+    changed = (*ids[:100], *IDS[:50])
+    result = list(ticket := engine.submit(asked(changed)))
+    assert ticket.cached_tokens == 0 and result == answered(model, kvsketch.CompressedCache(model, CHAT), changed)
+
+
+def test_a_chat_beside_others_that_share_a_step(model: Any, engine: BatchedEngine) -> None:
+    alone = list(engine.submit(Request(IDS[300:380], 9)))
+    chat, plain = engine.submit(asked(IDS[50:350], Span("tool", 10, 200))), engine.submit(Request(IDS[300:380], 9))
+    assert list(plain) == alone and len(list(chat)) == 5
+    assert engine.state().chats >= 1 and engine.state().running == 0
+
+
+def test_a_chat_of_100_turns_never_grows_faster_than_the_full_cache(model: Any) -> None:
+    """Each turn: a question, a tool result, an answer; results grow small when the next turn has come."""
+    engine, draw = BatchedEngine(model, "rehearse", rows=1, longest=16384), random.Random(0)
+    ids: list[int] = list(IDS[:64])
+    spans, held, seen, read = [Span("system", 0, 64)], [], [], []
+    for _ in range(100):
+        done, begin = list(spans), len(ids) + 6
+        ids += [draw.randrange(1, 97) for _ in range(6 + 60 + 6)]
+        spans.append(Span("tool", begin, begin + 60))
+        ticket = engine.submit(asked(tuple(ids), *done, most=3))
+        before = len(ids)
+        ids += list(ticket)
+        assert ticket.error is None and ticket.device_bytes
+        held.append(ticket.device_bytes)
+        seen.append(before)
+        read.append(ticket.tokens_read)
+    engine.close()
+    table = kvsketch.CompressedCache(model, "full")
+    kvsketch.prefill(model, torch.tensor([ids[:512]]), table)
+    full = [tokens * table.device_bytes / 512 for tokens in seen]
+    assert max(read[1:]) <= 72 + 1
+    for turn in range(10, 100):
+        assert held[turn] - held[turn - 10] < 0.6 * (full[turn] - full[turn - 10])
+        assert held[turn] < full[turn]
+
+
+def test_the_oldest_chats_go_first(model: Any) -> None:
+    chats = Chats(lambda: kvsketch.CompressedCache(model, CHAT))
+    sizes = []
+    for start in (0, 100, 200):
+        cache = kvsketch.CompressedCache(model, CHAT)
+        kvsketch.prefill(model, torch.tensor([IDS[start : start + 80]]), cache)
+        sizes.append(cache.device_bytes)
+        chats.most_bytes = 2.5 * sizes[0]
+        chats.close(IDS[start : start + 80], cache, EIGHTH)
+    assert len(chats) == 2 and chats.device_bytes == sum(sizes[1:])
+    assert chats.open(IDS[:90], EIGHTH)[1] == 0 and chats.open(IDS[100:190], {"tool": "1/4"})[1] == 0
+    cache, known = chats.open(IDS[100:190], EIGHTH)
+    assert known == 80 == cache.tokens_seen and len(chats) == 1
+
+
+def test_common_beginnings() -> None:
+    assert [common((1, 2, 3), each) for each in [(1, 2, 3, 4), (1, 2), (1, 5, 3), (), (9,)]] == [3, 2, 1, 0, 0]
