@@ -17,7 +17,7 @@ from __future__ import annotations
 import copy
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -78,6 +78,9 @@ class QuestionOptions(ExperimentOptions):
     question: tuple[str, ...] = option(
         AUTO, "whether it is known when the text is compressed; auto: by method", choices=(AUTO, SEEN, UNSEEN)
     )
+    align: int = option(
+        1, "put line breaks before a question until its tokens are a multiple, to feed more at once", least=1
+    )
     turns: int = option(1, "questions about a text asked one after another, each after the answers before it", least=1)
     chunk: int = option(0, "read prompts as a stream of chunks; 0: exact prefill", least=0)
 
@@ -127,8 +130,8 @@ class QuestionExperiment(Experiment):
     def setting(self) -> tuple[tuple[str, Any], ...]:
         options = self.options
         streamed = (("chunk", options.chunk),) if options.chunk else ()
-        turns = (("turns", options.turns),) if options.turns > 1 else ()
-        return (*super().setting, ("max_new_tokens", options.max_new_tokens), *turns, *streamed)
+        ways = [(name, getattr(options, name)) for name in ("align", "turns") if getattr(options, name) > 1]
+        return (*super().setting, ("max_new_tokens", options.max_new_tokens), *ways, *streamed)
 
     def groups(self) -> Iterable[list[Cell]]:
         alike: dict[Hashable, dict[Hashable, list[Cell]]] = {}
@@ -147,7 +150,7 @@ class QuestionExperiment(Experiment):
             alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
         texts: dict[tuple[int, ...], list[Asked]] = {}
         for own in alike.values():
-            question = self.ask(own[0])
+            question = self._aligned(self.ask(own[0]))
             end = len(question.ids) - (question.asked if _way(own[0]) == UNSEEN else 0)
             asked = texts.setdefault(question.ids[:end], [])
             asked.append(Asked(0, question.ids[end:], question, own))
@@ -155,6 +158,12 @@ class QuestionExperiment(Experiment):
         size = self.options.batch or rows_that_fit(self.model, longest + self.options.max_new_tokens)
         for some in _chunks(list(texts.items()), size):
             yield from self._measure_batch(some, self.options.answers or size)
+
+    def _aligned(self, question: Question) -> Question:
+        breaks = self.tokenizer("\n", add_special_tokens=False)["input_ids"] * (-question.asked % self.options.align)
+        start = len(question.ids) - question.asked
+        ids = (*question.ids[:start], *breaks, *question.ids[start:])
+        return replace(question, ids=ids, asked=question.asked + len(breaks))
 
     def _measure_batch(
         self, texts: list[tuple[tuple[int, ...], list[Asked]]], size: int
