@@ -100,10 +100,10 @@ class DocumentExperiment(QuestionExperiment):
         return super().origin() | self._source
 
     def cells(self) -> list[Cell]:
-        most = ("most_tokens", self.options.most_tokens)
+        common, most = self.setting, ("most_tokens", self.options.most_tokens)
         return [
             Cell(method, budget, f"{name} question={number}", seed,
-                 (*self.setting, ("question", way), ("task", item.task), most))
+                 (*common, ("question", way), ("task", item.task), most))
             for seed in self.seeds
             for name, document in self.documents.items()
             for number, item in enumerate(document.items[: self.options.questions])

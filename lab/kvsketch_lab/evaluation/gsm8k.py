@@ -72,9 +72,9 @@ class Gsm8k(QuestionExperiment):
         return self.options.max_new_tokens
 
     def cells(self) -> list[Cell]:
-        count = self.options.problems
+        count, common = self.options.problems, self.setting
         return [
-            Cell(method, budget, f"prompt={number}", seed, (*self.setting, ("question", way), ("problems", count)))
+            Cell(method, budget, f"prompt={number}", seed, (*common, ("question", way), ("problems", count)))
             for seed in self.seeds
             for number in range(len(self.rows) // count)
             for method, budget, way in self.askings

@@ -101,10 +101,10 @@ class Instructions(QuestionExperiment):
     options: InstructionsOptions
 
     def cells(self) -> list[Cell]:
-        setting = (("tokens", self.options.tokens), ("instructions", self.options.instructions))
+        common, setting = self.setting, (("tokens", self.options.tokens), ("instructions", self.options.instructions))
         return [
             Cell(method, budget, f"instructions text={text} question={number}", seed,
-                 (*self.setting, ("question", way), *setting))
+                 (*common, ("question", way), *setting))
             for seed in self.seeds
             for text in range(self.options.texts)
             for number in range(self.options.questions)

@@ -15,6 +15,7 @@ its own (`cache_seed` in the record).
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -117,7 +118,7 @@ class QuestionExperiment(Experiment):
         """
         return cell.sample
 
-    @property
+    @functools.cached_property
     def askings(self) -> list[tuple[str, str, str]]:
         """Method, budget and way to ask of all that is compared."""
         result = []
