@@ -57,5 +57,5 @@ def test_records_of_every_question(folder: Path, tmp_path: Path) -> None:
 
 
 def test_a_task_without_its_file_is_named(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"has no quality.jsonl; name the folder of L-Eval's closed tasks"):
+    with pytest.raises(ValueError, match=r"has no quality.jsonl; name the folder of L-Eval's tasks"):
         leval.Leval(leval.LevalOptions(data=str(folder), tasks=("quality",))).cells()

@@ -13,7 +13,8 @@ One record for each method, budget, text and position:
 
     nll         mean -log p(next token), full_nll the same tokens with the model's own cache
     deviation   exp(nll) - exp(full_nll)
-    kl          prefill alone: mean KL(full cache || method) of the next token's distribution, in nats
+    kl          prefill alone: mean KL(full cache || method) of the next token's distribution, in nats;
+                kl_largest: its largest values
     chunk_nll, full_chunk_nll, chunk_tokens     means of runs of tokens, to draw intervals from
 
 The first token after a prefill is not counted, because no compressed cache predicts it. The method `full` runs the same
@@ -38,7 +39,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option
-from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs
+from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs, largest
 from kvsketch_lab.evaluation.prefill import streamed_prefill
 from kvsketch_lab.options import option
 from kvsketch_lab.records import interval_text, perplexity_deviation
@@ -194,7 +195,8 @@ class Perplexity(experiment.Experiment):
             for cell in asked:
                 row = names.index(cell.sample)
                 nll, kl = (each[rows.index(row), scored] for each in (reading.nll, reading.kl))
-                result = summary(nll, full[row, scored], steps) | {"kl": float(kl.double().mean())}
+                result = summary(nll, full[row, scored], steps)
+                result |= {"kl": float(kl.double().mean()), "kl_largest": largest(kl)}
                 yield cell, result | held | _drawn(cell)
 
     def _behind(

@@ -15,9 +15,10 @@ its own (`cache_seed` in the record).
 from __future__ import annotations
 
 import copy
+import functools
 from abc import abstractmethod
 from collections.abc import Hashable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -27,7 +28,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.repetition import repeats
 from kvsketch.compare import budgets
 from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
-from kvsketch.decode.asking import repeat_instruction
+from kvsketch.decode.asking import chat_frame, repeat_instruction
 from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
@@ -78,6 +79,10 @@ class QuestionOptions(ExperimentOptions):
     question: tuple[str, ...] = option(
         AUTO, "whether it is known when the text is compressed; auto: by method", choices=(AUTO, SEEN, UNSEEN)
     )
+    align: int = option(
+        1, "put line breaks before a question until its tokens are a multiple, to feed more at once", least=1
+    )
+    turns: int = option(1, "questions about a text asked one after another, each after the answers before it", least=1)
     chunk: int = option(0, "read prompts as a stream of chunks; 0: exact prefill", least=0)
 
 
@@ -102,13 +107,18 @@ class QuestionExperiment(Experiment):
         """Tokens of an answer at most; the same for all cells of a batch."""
         return self.options.max_new_tokens
 
+    @property
+    def more(self) -> int:
+        """Tokens of an answer that a budget in bytes holds besides the prompt; bytes are then measured at its end."""
+        return 0
+
     def text_of(self, cell: Cell) -> str:
         """The name of the text that a cell asks about; cells that share one have the same tokens before their
         question.
         """
         return cell.sample
 
-    @property
+    @functools.cached_property
     def askings(self) -> list[tuple[str, str, str]]:
         """Method, budget and way to ask of all that is compared."""
         result = []
@@ -121,7 +131,8 @@ class QuestionExperiment(Experiment):
     def setting(self) -> tuple[tuple[str, Any], ...]:
         options = self.options
         streamed = (("chunk", options.chunk),) if options.chunk else ()
-        return (*super().setting, ("max_new_tokens", options.max_new_tokens), *streamed)
+        ways = [(name, getattr(options, name)) for name in ("align", "turns") if getattr(options, name) > 1]
+        return (*super().setting, ("max_new_tokens", options.max_new_tokens), *ways, *streamed)
 
     def groups(self) -> Iterable[list[Cell]]:
         alike: dict[Hashable, dict[Hashable, list[Cell]]] = {}
@@ -140,7 +151,7 @@ class QuestionExperiment(Experiment):
             alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
         texts: dict[tuple[int, ...], list[Asked]] = {}
         for own in alike.values():
-            question = self.ask(own[0])
+            question = self._aligned(self.ask(own[0]))
             end = len(question.ids) - (question.asked if _way(own[0]) == UNSEEN else 0)
             asked = texts.setdefault(question.ids[:end], [])
             asked.append(Asked(0, question.ids[end:], question, own))
@@ -148,6 +159,12 @@ class QuestionExperiment(Experiment):
         size = self.options.batch or rows_that_fit(self.model, longest + self.options.max_new_tokens)
         for some in _chunks(list(texts.items()), size):
             yield from self._measure_batch(some, self.options.answers or size)
+
+    def _aligned(self, question: Question) -> Question:
+        breaks = self.tokenizer("\n", add_special_tokens=False)["input_ids"] * (-question.asked % self.options.align)
+        start = len(question.ids) - question.asked
+        ids = (*question.ids[:start], *breaks, *question.ids[start:])
+        return replace(question, ids=ids, asked=question.asked + len(breaks))
 
     def _measure_batch(
         self, texts: list[tuple[tuple[int, ...], list[Asked]]], size: int
@@ -202,25 +219,77 @@ class QuestionExperiment(Experiment):
         self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], seed: int, size: int
     ) -> list[dict[str, Any]]:
         """The outcome of each question with the method and budget of its cell."""
-        cell, unit = asked[0].cells[0], self.options.budgets_in
-        if isinstance(prompts, dict):
-            own = {name: tensor[rows] for name, tensor in prompts.items()}
-            text, facts = budgets.sized(self.model, cell.method, cell.budget, own["input_ids"].shape[1], unit)
-            chosen, cache = streamed_prefill(self.model, own, text, seed, self.options.chunk)
-        else:
+        chosen, cache, facts = self._compressed(prompts, rows, asked[0].cells[0], seed)
+        answers = self._talks if self.options.turns > 1 else self._answers_apart
+        return [
+            self._outcome(each.question, *answer, facts)
+            for each, answer in zip(asked, answers(chosen, cache, rows, asked, size), strict=True)
+        ]
+
+    def _compressed(
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], cell: Cell, seed: int
+    ) -> tuple[Prefilled, CompressedCache, dict[str, Any]]:
+        """Some rows of a batch, their cache with the method of a cell, and what the record says of it."""
+        own = {name: tensor[rows] for name, tensor in prompts.items()} if isinstance(prompts, dict) else None
+        if isinstance(prompts, Prefilled):
             chosen = prompts.rows(rows, unpadded=True) if len(rows) < len(prompts.input_ids) else prompts
-            text, facts = budgets.sized(self.model, cell.method, cell.budget, chosen.input_ids.shape[1], unit)
+        length = (chosen.input_ids if own is None else own["input_ids"]).shape[1]
+        text, facts = budgets.sized(self.model, cell.method, cell.budget, length, self.options.budgets_in, self.more)
+        if own is None:
             cache = chosen.cache(text, seed)
-        facts |= memory(cache)
-        result: dict[int, str] = {}
+        else:
+            chosen, cache = streamed_prefill(self.model, own, text, seed, self.options.chunk)
+        return chosen, cache, facts | memory(cache)
+
+    def _answers_apart(
+        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[Asked], size: int
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Answers to questions each of which is asked of the cache as it is behind its text."""
+        result: dict[int, tuple[str, dict[str, Any]]] = {}
         parts = list(_of_equal_length(asked, size))
         for number, part in enumerate(parts):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
-            last = number == len(parts) - 1
-            tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids, self.new_tokens(cell))
-            result |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
-        return [self._outcome(each.question, result[at], facts) for at, each in enumerate(asked)]
+            own = cache if number == len(parts) - 1 else copy.deepcopy(cache)
+            tokens = self._continue(texts, own, picks, ids, self.new_tokens(asked[0].cells[0]))
+            held = memory(own) if self.more else {}
+            said = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            result |= {at: (answer, held) for at, answer in zip(part, said, strict=True)}
+        return [result[at] for at in range(len(asked))]
+
+    def _talks(
+        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[Asked], size: int
+    ) -> list[tuple[str, dict[str, Any]]]:
+        """Answers to the questions about each text, `--turns` at a time as turns of one talk."""
+        result: dict[int, tuple[str, dict[str, Any]]] = {}
+        for row in rows:
+            own = [at for at, each in enumerate(asked) if each.row == row]
+            for part in _chunks(own, self.options.turns):
+                said = self._talk(texts, copy.deepcopy(cache), rows.index(row), [asked[at].after for at in part])
+                result |= {
+                    at: (answer, {"turn": turn}) for turn, (at, answer) in enumerate(zip(part, said, strict=True))
+                }
+        return [result[at] for at in range(len(asked))]
+
+    def _talk(self, texts: Prefilled, cache: CompressedCache, row: int, turns: list[tuple[int, ...]]) -> list[str]:
+        """Answers to questions, each a turn after the answers before it, in one cache."""
+        between = self.tokenizer(chat_frame(self.tokenizer).between, add_special_tokens=False)["input_ids"]
+        if len(texts.input_ids) > 1:
+            cache.batch_select_indices(torch.tensor([row], device=self.model.device))
+        texts, result, unread = texts.rows([row]), [], list[int]()
+        for after in turns:
+            ids = torch.tensor([[*unread, *(between if result else ()), *after]])
+            seen = texts.attention_mask.new_ones(1, cache.tokens_seen - texts.attention_mask.shape[1])
+            texts.attention_mask = torch.cat([texts.attention_mask, seen], 1)
+            tokens = texts.generate(cache, self.options.max_new_tokens, ids, self.options.eager)[0].tolist()
+            result.append(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
+            unread = [tokens[-1]] if tokens[-1] not in self._ends else []
+        return result
+
+    @property
+    def _ends(self) -> list[int]:
+        ends = self.model.generation_config.eos_token_id
+        return ends if isinstance(ends, list) else [ends]
 
     def _continue(
         self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int
@@ -232,13 +301,14 @@ class QuestionExperiment(Experiment):
         question = after if after.shape[1] else None
         return texts.generate(cache, new, question, self.options.eager)
 
-    def _outcome(self, question: Question, answer: str, facts: dict[str, Any]) -> dict[str, Any]:
+    def _outcome(self, question: Question, answer: str, own: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
         return {
             "score": self.score(answer, question.expected),
             "answer": answer,
             "expected": question.expected,
             "prompt_tokens": len(question.ids),
             **facts,
+            **own,
             **question.facts,
         }
 

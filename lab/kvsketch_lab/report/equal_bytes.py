@@ -118,7 +118,7 @@ def counts(record: Record) -> bool:
     data, kind = record["data"], record["kind"]
     if data.get("method") == FULL and "kvpress" in data:
         return False
-    if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes":
+    if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes" or data.get("turns"):
         return False
     return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
 

@@ -79,29 +79,31 @@ def in_bytes(method: str) -> str:
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
-def sized(model: Any, method: str, budget: str, prompt: int, unit: str) -> tuple[str, dict[str, Any]]:
+def sized(model: Any, method: str, budget: str, prompt: int, unit: str, more: int = 0) -> tuple[str, dict[str, Any]]:
     """The text form that a prompt of so many tokens is read with, and what a record says of its budget.
 
     A budget in bytes is a share of those of a full cache. The most tokens are taken that fit after the prompt, with
-    weights, index and state, as computed from the tensors that a cache will have (`cache.memory`).
+    weights, index and state, as computed from the tensors that a cache will have (`cache.memory`); with `more`, after
+    so many tokens behind it, and a share of a full cache of all these tokens.
     """
     if unit == "tokens" or not budget:
         return with_budget(method, budget), {}
     method = in_bytes(method)
-    limit, sizes = min(1.0, Size.parse(budget).of(prompt) / prompt), memory.sizes_of(model, prompt)
+    total, sizes = prompt + more, memory.sizes_of(model, prompt)
+    limit, full = min(1.0, Size.parse(budget).of(total) / total), memory.sizes_of(model, total).full
     fewest = min(prompt, least_tokens(method))
-    taken = sizes.bytes(parse_method(with_budget(method, fewest)), more=0)
+    taken = sizes.bytes(parse_method(with_budget(method, fewest)), more=more)
     if taken is None:
         raise ValueError(f"{method}: the bytes that it takes are not known beforehand; use --budgets-in tokens")
-    tokens = prompt
+    tokens = total
     if limit < 1:
-        if taken > limit * sizes.full:
+        if taken > limit * full:
             raise ValueError(
-                f"{method}: no budget fits into {budget} of the bytes of a full cache of {prompt} tokens, {fewest} "
-                f"tokens take {taken / sizes.full:.1%}; use a share of more than that, or --budgets-in tokens"
+                f"{method}: no budget fits into {budget} of the bytes of a full cache of {total} tokens, "
+                f"{fewest} tokens take {taken / full:.1%}; use a share of more than that, or --budgets-in tokens"
             )
-        most = int(limit * sizes.full)
-        result: Any = memory.fitted(parse_method(method), most, prompt, functools.partial(sizes.bytes, more=0))
+        count = functools.partial(sizes.bytes, more=more)
+        result: Any = memory.fitted(parse_method(method), int(limit * full), total, count)
         tokens = int(result.budget.of(prompt))
     return with_budget(method, tokens), {"budget_tokens": tokens, "measured_as": method}
 

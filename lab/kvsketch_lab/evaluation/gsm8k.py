@@ -1,0 +1,100 @@
+"""Problems that take a long answer: GSM8K, with a cache that is compressed while the answer is written.
+
+    kvsketch eval gsm8k --data test.jsonl --model qwen2.5-coder-1.5b --texts 128 --bytes 1/2,1/4
+
+`--data` is grade_school_math/data/test.jsonl of openai/grade-school-math. The model thinks step by step and ends with
+the number; with `--problems 3` a prompt has three problems, solved one after another, and the score is the share of
+right numbers. The prompt is short and the answer long, so a share of the bytes is one of a full cache of the prompt and
+`--max-new-tokens` more, and bytes are measured at the end of the answer.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from rich.table import Table
+
+from kvsketch.models import encode_chat
+from kvsketch.models.identity import text_sha256
+from kvsketch_lab.evaluation import result_table, runner
+from kvsketch_lab.evaluation.documents import file_hashes, json_lines
+from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
+from kvsketch_lab.options import option
+
+ONE = "Solve the problem step by step. End with a line that has #### and the number of the answer.\n\n"
+MANY = (
+    "Solve these problems one after another, each step by step. End each solution with a line that has #### and the "
+    "number of its answer.\n\n"
+)
+NUMBER = r"-?\d[\d,]*(?:\.\d+)?"
+
+
+def numbers(answer: str, count: int) -> list[float]:
+    """The numbers behind #### or in a box; of one problem that has none, the last number."""
+    result = re.findall(rf"(?:####|\\boxed\{{)[^\d\n-]*({NUMBER})", answer)
+    if not result and count == 1:
+        result = re.findall(NUMBER, answer)[-1:]
+    return [float(number.replace(",", "")) for number in result]
+
+
+@dataclass
+class Gsm8kOptions(QuestionOptions):
+    data: str = option("", "GSM8K's test.jsonl")
+    texts: int = option(128, "prompts, of the file's first problems", least=1)
+    problems: int = option(1, "problems of a prompt", least=1)
+    max_new_tokens: int = option(320, "tokens of an answer", least=1)
+
+
+class Gsm8k(QuestionExperiment):
+    name = "gsm8k"
+    options: Gsm8kOptions
+
+    @functools.cached_property
+    def rows(self) -> list[dict[str, str]]:
+        path, count = Path(self.options.data), self.options.problems
+        rows = json_lines(path, "name grade_school_math/data/test.jsonl")
+        return rows[: min(self.options.texts, len(rows) // count) * count]
+
+    @functools.cached_property
+    def _source(self) -> dict[str, Any]:
+        return {"source": "openai/grade-school-math", "data_sha256": file_hashes(Path(self.options.data))}
+
+    def origin(self) -> dict[str, Any]:
+        return super().origin() | self._source
+
+    @property
+    def more(self) -> int:
+        return self.options.max_new_tokens
+
+    def cells(self) -> list[Cell]:
+        count, common = self.options.problems, self.setting
+        return [
+            Cell(method, budget, f"prompt={number}", seed, (*common, ("question", way), ("problems", count)))
+            for seed in self.seeds
+            for number in range(len(self.rows) // count)
+            for method, budget, way in self.askings
+        ]
+
+    def ask(self, cell: Cell) -> Question:
+        count, number = self.options.problems, int(cell.sample.partition("=")[2])
+        rows = self.rows[number * count : (number + 1) * count]
+        asked = [f"Problem {at}: {row['question']}" if count > 1 else row["question"] for at, row in enumerate(rows, 1)]
+        text = (MANY if count > 1 else ONE) + "\n\n".join(asked)
+        expected = [float(row["answer"].rpartition("####")[2].replace(",", "")) for row in rows]
+        ids = encode_chat(self.tokenizer, text)["input_ids"][0].tolist()
+        return Question(tuple(ids), 0, expected, {"text_sha256": text_sha256(text)})
+
+    def score(self, answer: str, expected: Any) -> float:
+        said = numbers(answer, len(expected))
+        return sum(one == other for one, other in zip(said, expected, strict=False)) / len(expected)
+
+    def table(self, data: list[dict[str, Any]]) -> Table:
+        return result_table.table("gsm8k: share of right numbers", data, self.metric)
+
+
+command, main = runner.commands(Gsm8k)
