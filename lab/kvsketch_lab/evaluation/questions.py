@@ -212,15 +212,16 @@ class QuestionExperiment(Experiment):
             text, facts = budgets.sized(self.model, cell.method, cell.budget, chosen.input_ids.shape[1], unit)
             cache = chosen.cache(text, seed)
         facts |= memory(cache)
-        result: dict[int, str] = {}
+        result: dict[int, tuple[str, float]] = {}
         parts = list(_of_equal_length(asked, size))
         for number, part in enumerate(parts):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
-            last = number == len(parts) - 1
-            tokens = self._continue(chosen, cache if last else copy.deepcopy(cache), picks, ids, self.new_tokens(cell))
-            result |= dict(zip(part, self.tokenizer.batch_decode(tokens, skip_special_tokens=True), strict=True))
-        return [self._outcome(each.question, result[at], facts) for at, each in enumerate(asked)]
+            own = cache if number == len(parts) - 1 else copy.deepcopy(cache)
+            tokens = self._continue(chosen, own, picks, ids, self.new_tokens(cell))
+            said = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
+            result |= dict(zip(part, zip(said, own.doubt(), strict=True), strict=True))
+        return [self._outcome(each.question, *result[at], facts) for at, each in enumerate(asked)]
 
     def _continue(
         self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int
@@ -232,9 +233,10 @@ class QuestionExperiment(Experiment):
         question = after if after.shape[1] else None
         return texts.generate(cache, new, question, self.options.eager)
 
-    def _outcome(self, question: Question, answer: str, facts: dict[str, Any]) -> dict[str, Any]:
+    def _outcome(self, question: Question, answer: str, doubt: float, facts: dict[str, Any]) -> dict[str, Any]:
         return {
             "score": self.score(answer, question.expected),
+            "doubt": round(doubt, 4),
             "answer": answer,
             "expected": question.expected,
             "prompt_tokens": len(question.ids),

@@ -50,8 +50,8 @@ def usage(answer: Answer) -> CompletionUsage:
     prompt = answer.prompt_tokens
     return CompletionUsage(
         prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens),
-    )  # fmt: skip
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), doubt=answer.doubt,
+    )  # type: ignore[call-arg]  # fmt: skip
 
 
 class ChatForm:
@@ -252,7 +252,7 @@ def _response_usage(answer: Answer) -> dict[str, Any]:
         "input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens,
         "total_tokens": answer.prompt_tokens + answer.tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0}, "doubt": answer.doubt,
     }  # fmt: skip
 
 
