@@ -21,6 +21,7 @@ families.py     adapters for families that bypass seam 2
 rotary.py       angles of a model's rotary embedding
 streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate
 repetition.py   the model repeats a text, for methods that choose by that
+doubt.py        how unsure the model was of an answer
 fitting.py      maps of a model that stand for a repetition
 text.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache
