@@ -17,6 +17,7 @@ from transformers import GenerationConfig
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.cache.doubt import Doubt
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler, largest
 from tests.helpers import zoo
@@ -101,6 +102,49 @@ def test_same_tokens_as_generate(name: str, mode: str, pads: list[int], length: 
     assert ours.tolist() == expected.tolist()
     assert caches[0].tokens_seen == caches[1].tokens_seen
     assert caches[0].tokens_stored == caches[1].tokens_stored
+
+
+@pytest.mark.parametrize("mode", ["greedy", "sampling", "penalty"])
+@pytest.mark.parametrize("captured", [True, False])
+def test_doubt_is_the_mean_of_what_other_tokens_had(mode: str, captured: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not captured:
+        monkeypatch.setattr(decoding, "impossible", lambda *_: decoding.NO_GRAPHS)
+    model, options = zoo.build("llama").to(DEVICE), {"max_new_tokens": 20, **OPTIONS[mode]}
+    ids, mask = (t.to(DEVICE) for t in padded(zoo.tokens(2, 40), [0, 9]))
+    inputs, method = {"input_ids": ids, "attention_mask": mask}, with_budget("rehearse", 20)
+    if mode == "greedy":
+        # One row ends before the other.
+        said = model.generate(**inputs, past_key_values=CompressedCache(model, method), **options)[:, 40:].tolist()
+        options["eos_token_id"] = next(token for token in said[0][4:] if token not in said[1])
+        options["pad_token_id"] = 0
+    torch.manual_seed(1)
+    plain = model.generate(**inputs, past_key_values=CompressedCache(model, method), return_dict_in_generate=True,
+                           output_logits=True, **options)  # fmt: skip
+    torch.manual_seed(1)
+    cache = CompressedCache(model, method)
+    ours = kvsketch.generate(model, inputs, cache, doubt=True, **options)
+    assert ours.tolist() == plain.sequences.tolist()
+    answers = plain.sequences[:, 40:]
+    other = 1 - torch.stack(plain.logits, 1).double().softmax(-1).gather(2, answers.unsqueeze(-1))[..., 0]
+    ends = (answers == options.get("eos_token_id", -1)).int().cumsum(1) > 0
+    expected = [float(row[~over].mean()) for row, over in zip(other, ends, strict=True)]
+    assert bool(ends.any()) == ("eos_token_id" in options)
+    assert cache.doubt() == pytest.approx(expected, abs=1e-4)
+    assert min(expected) > 0.05 and len(set(expected)) == 2
+
+
+def test_an_answer_that_nobody_watched_has_no_doubt() -> None:
+    model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(1, 12).to(DEVICE)
+    cache = CompressedCache(model, with_budget("h2o", 20))
+    kvsketch.generate(model, ids, cache, doubt=True, do_sample=False, max_new_tokens=3)
+    assert len(cache.doubt()) == 1
+    for options in ({"doubt": False}, {"doubt": True, "num_beams": 2}):
+        cache = CompressedCache(model, with_budget("h2o", 20))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            kvsketch.generate(model, ids, cache, do_sample=False, max_new_tokens=3, **options)
+        with pytest.raises(RuntimeError, match="doubt=True"):
+            cache.doubt()
 
 
 DOCUMENTS = [
@@ -268,7 +312,7 @@ def test_a_decode_step_never_waits_for_the_device(method: str) -> None:
     cache = CompressedCache(model, method)
     with torch.no_grad():
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
-        sampler = Sampler([], ids, 90, None, None, do_sample=False)
+        sampler = Sampler([], ids, 90, None, None, do_sample=False, doubt=Doubt(2, ids.device))
         sampler.before_step()
         step = decoding.Step(model, cache, sampler, sampler.choose(logits), 90)
         for _ in range(3):

@@ -98,19 +98,24 @@ def call(server: Server, method: str, path: str, body: Any = None, **headers: st
 
 
 def expected(loaded: tuple[Any, Any], prompt: str, tokens: int) -> str:
+    return said_with_doubt(loaded, prompt, tokens)[0]
+
+
+def said_with_doubt(loaded: tuple[Any, Any], prompt: str, tokens: int) -> tuple[str, float]:
     model, tokenizer = loaded
     ids = tokenizer(prompt, return_tensors="pt")
     cache = kvsketch.CompressedCache(model, METHOD)
-    output = kvsketch.generate(model, ids, cache, max_new_tokens=tokens, do_sample=False)
-    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True))
+    output = kvsketch.generate(model, ids, cache, max_new_tokens=tokens, do_sample=False, doubt=True)
+    return str(tokenizer.decode(output[0, ids["input_ids"].shape[1] :], skip_special_tokens=True)), *cache.doubt()
 
 
 def test_openai_client_gets_the_tokens_of_generate(client: Any, loaded: tuple[Any, Any]) -> None:
-    wanted = expected(loaded, ASK[0]["content"] + "\n", 12)
+    wanted, doubt = said_with_doubt(loaded, ASK[0]["content"] + "\n", 12)
     options: Any = {"model": "tiny", "messages": ASK, "temperature": 0, "n": 1, "user": "somebody"}
     answer = client.chat.completions.create(**options, max_completion_tokens=12)
     assert answer.choices[0].message.content == wanted and answer.choices[0].finish_reason == "length"
     assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(ASK[0]["content"]) + 1, 12)
+    assert answer.usage.doubt == pytest.approx(doubt, abs=1e-3) and doubt > 0
     stream = client.chat.completions.create(
         **options, max_tokens=12, stream=True, stream_options={"include_usage": True}
     )
@@ -118,6 +123,7 @@ def test_openai_client_gets_the_tokens_of_generate(client: Any, loaded: tuple[An
     assert "".join(c.choices[0].delta.content or "" for c in chunks if c.choices) == wanted
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "length"
     assert chunks[-1].choices == [] and chunks[-1].usage.total_tokens == answer.usage.total_tokens
+    assert chunks[-1].usage.doubt == answer.usage.doubt
     plain = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=9)
     assert plain.choices[0].text == expected(loaded, "Once", 9)
     parts = client.completions.create(model="tiny", prompt="Once", temperature=0, max_tokens=9, stream=True)

@@ -254,7 +254,8 @@ class QuestionExperiment(Experiment):
             tokens = self._continue(texts, own, picks, ids, self.new_tokens(asked[0].cells[0]))
             held = memory(own) if self.more else {}
             said = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            result |= {at: (answer, held) for at, answer in zip(part, said, strict=True)}
+            for at, answer, doubt in zip(part, said, own.doubt(), strict=True):
+                result[at] = answer, held | {"doubt": round(doubt, 4)}
         return [result[at] for at in range(len(asked))]
 
     def _talks(
@@ -276,7 +277,7 @@ class QuestionExperiment(Experiment):
         between = self.tokenizer(chat_frame(self.tokenizer).between, add_special_tokens=False)["input_ids"]
         if len(texts.input_ids) > 1:
             cache.batch_select_indices(torch.tensor([row], device=self.model.device))
-        texts, result, unread = texts.rows([row]), [], list[int]()
+        texts, result, unread = texts.rows([row]), list[str](), list[int]()
         for after in turns:
             ids = torch.tensor([[*unread, *(between if result else ()), *after]])
             seen = texts.attention_mask.new_ones(1, cache.tokens_seen - texts.attention_mask.shape[1])

@@ -33,6 +33,7 @@ from kvsketch_lab.report import (
     benchmark_figures,
     benchmarks,
     bits,
+    doubt,
     equal_bytes,
     evidence,
     figures,
@@ -198,7 +199,7 @@ class Numbers:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        tables = (benchmarks, bits, equal_bytes, evidence, papers, recall, streams, vllm)
+        tables = (benchmarks, bits, doubt, equal_bytes, evidence, papers, recall, streams, vllm)
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG}
         result.filters |= FILTERS

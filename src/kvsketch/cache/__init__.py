@@ -22,6 +22,7 @@ rotary.py       angles of a model's rotary embedding
 streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate
 compaction.py   spans of a text that are rehearsed where they lie
 repetition.py   the model repeats a text, for methods that choose by that
+doubt.py        how unsure the model was of an answer
 fitting.py      maps of a model that stand for a repetition
 text.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache

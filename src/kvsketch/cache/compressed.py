@@ -32,6 +32,7 @@ from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.chunks import require_one_chunk, require_stream
 from kvsketch.cache.compaction import Span
+from kvsketch.cache.doubt import Doubt
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.promise import Promise
 from kvsketch.cache.saving.model_identity import ModelIdentity
@@ -96,6 +97,7 @@ class CompressedCache(Cache):
         self.text = TextRead()
         self.asked = self.method
         self.promise: Promise | None = None  # what was promised of the loss, and what was tried (`promise`)
+        self.watched: Doubt | None = None  # the last answer, where somebody asked for its doubt
 
     @property
     def slot_layers(self) -> list[SlotLayer]:
@@ -115,7 +117,7 @@ class CompressedCache(Cache):
         self.is_document = True
         made = copy.copy(self)
         made.layers, made.is_document = [*continuing.layers_after(self.slot_layers)], False
-        made.text = ReadBehind.of(self.text)
+        made.text, made.watched = ReadBehind.of(self.text), None
         return made
 
     def why_not_continued(self) -> str:
@@ -176,7 +178,7 @@ class CompressedCache(Cache):
 
     def reset(self) -> None:
         """Forgets everything; the cache is empty again, or as it was right after the document that it continues."""
-        self.method, self.promise = self.asked, None
+        self.method, self.promise, self.watched = self.asked, None, None
         for layer in self.slot_layers:
             layer.reset()
             layer.method = self.method
@@ -269,6 +271,15 @@ class CompressedCache(Cache):
     def hit_rate(self) -> float | None:
         """With offload=host, the share of reads that found their token on the device."""
         return hit_rate(layer.table.hot for layer in self.slot_layers)
+
+    def doubt(self) -> list[float]:
+        """How unsure the model was of its last answer, by row, from 0 to 1 (`doubt`; asks the device).
+
+        For answers of `kvsketch.ask`, and of `kvsketch.generate` with `doubt=True`.
+        """
+        if self.watched is None:
+            raise RuntimeError("no answer was watched: use kvsketch.generate(..., doubt=True), without beams or drafts")
+        return self.watched.values()
 
     def describe(self) -> str:
         """A line for each compressed layer: slots of its smallest and largest head, bits, bytes (asks the device)."""

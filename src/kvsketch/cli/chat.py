@@ -210,14 +210,15 @@ class Talk:
         stream, start = Stoppable(self.tokenizer), time.perf_counter()
         with _interrupts(stream.stop):
             try:
-                output = kvsketch.generate(self.model, inputs, self.cache, streamer=stream, **options)
+                output = kvsketch.generate(self.model, inputs, self.cache, streamer=stream, doubt=True, **options)
             except StoppedByUser:
                 output = stream.ids().to(self.model.device)
         new = asking.finish(self.model, self.cache, inputs, output)
         seconds = time.perf_counter() - (stream.began or start)
         rate = f", {(len(new) - 1) / seconds:.1f} tokens/s" if len(new) > 1 and seconds > 0 else ""
         first = f"first token after {stream.began - start:.1f} s" if stream.began else "nothing"
-        self.tell(f"{first}{rate}; {self.cache.tokens_seen:,} tokens seen, {megabytes(self.cache.device_bytes)} held")
+        held = f"{self.cache.tokens_seen:,} tokens seen, {megabytes(self.cache.device_bytes)} held"
+        self.tell(f"{first}{rate}; {held}; doubt {self.cache.doubt()[0]:.2f}")
 
     def tell(self, text: str) -> None:
         remarks().print(text, markup=False, soft_wrap=True, style="dim")

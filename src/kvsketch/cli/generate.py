@@ -48,6 +48,7 @@ class Generation:
     device_bytes: int
     host_bytes: int
     full_bytes: int
+    doubt: float | None  # of the answer (`cache.doubt`)
 
     def lines(self) -> list[str]:
         """What was kept, then how fast and with how much memory."""
@@ -59,7 +60,8 @@ class Generation:
             kept = f"{self.tokens_per_head:,} kept{mean}, and what was dropped cannot be asked about"
         speeds = [f"read {self.prompt_tokens:,} tokens{_rate(self.prefill_tokens_per_second)}"]
         if self.new_tokens:
-            speeds.append(f"wrote {self.new_tokens}{_rate(self.decode_tokens_per_second)}")
+            unsure = "" if self.doubt is None else f", doubt {self.doubt:.2f}"
+            speeds.append(f"wrote {self.new_tokens}{_rate(self.decode_tokens_per_second)}{unsure}")
         peak = ""
         if self.peak_bytes is not None and self.peak_bytes_above_model is not None:
             above = megabytes(self.peak_bytes_above_model)
@@ -240,6 +242,7 @@ class Run:
             device_bytes=self.cache.device_bytes,
             host_bytes=self.cache.host_bytes,
             full_bytes=full_cache_bytes(self.model, self.cache.tokens_seen),
+            doubt=None if self.cache.watched is None else round(self.cache.doubt()[0], 4),
         )
 
     def _inputs(self, request: Asked, raw: bool, reads_first: bool) -> Any:
@@ -279,7 +282,9 @@ class Run:
             listener = Listener(bar, self.tokenizer, self.show)
             inputs = inputs.to(self.model.device)
             seed = self.seed if self.options.get("do_sample") else None
-            output = kvsketch.generate(self.model, inputs, self.cache, streamer=listener, seed=seed, **self.options)
+            output = kvsketch.generate(
+                self.model, inputs, self.cache, streamer=listener, seed=seed, doubt=True, **self.options
+            )
         end = time.perf_counter()
         began = listener.began or end
         return output[0, prompt_tokens:], began - start, end - began

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.doubt import Doubt
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.repetition import repeats
 from kvsketch.compare.budgets import full_bytes
@@ -123,7 +124,7 @@ class Prefilled:
 
         `question_ids` [B, q] are fed first, at once, as a new turn: the method has compressed the prompts before it
         sees them. No processor changes the logits, whatever the model's generation config says. On a GPU many steps
-        are captured as a graph unless `eager`.
+        are captured as a graph unless `eager`. `cache.doubt()` then says how unsure the model was.
         """
         mask, logits = self.attention_mask, self.logits
         if question_ids is not None:
@@ -132,7 +133,8 @@ class Prefilled:
         start = cache.tokens_seen
         # The sampler only writes here: without processors nothing reads the history.
         history = self.input_ids.new_zeros(self.input_ids.shape[0], start)
-        sampler = Sampler((), history, start + max_new_tokens, eos, pad, do_sample=False)
+        cache.watched = Doubt(len(history), history.device)
+        sampler = Sampler((), history, start + max_new_tokens, eos, pad, do_sample=False, doubt=cache.watched)
         sampler.before_step()
         token = sampler.choose(logits)
         eager = eager or max_new_tokens < STEPS_WORTH_CAPTURING

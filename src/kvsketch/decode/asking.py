@@ -46,13 +46,14 @@ def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **opt
     """The model's answer to a question about what the cache has read; question and answer are added to the cache.
 
     `options` are those of `model.generate`; without them the answer is greedy and has at most 128 tokens. To ask many
-    questions about the same text, ask a `cache.continued()` for each, or a `copy.deepcopy(cache)`.
+    questions about the same text, ask a `cache.continued()` for each, or a `copy.deepcopy(cache)`. `cache.doubt()` then
+    says how unsure the model was.
     """
     table = cache.slot_layers[0].table
     if not table.empty and table.shape[0] != 1:
         raise ValueError(f"ask takes a cache of one text, and this one holds {table.shape[0]}")
     inputs = question_inputs(tokenizer, cache, question).to(model.device)
-    output = generate(model, inputs, cache, **{"max_new_tokens": 128, "do_sample": False, **options})
+    output = generate(model, inputs, cache, **{"max_new_tokens": 128, "do_sample": False, "doubt": True, **options})
     return str(tokenizer.decode(finish(model, cache, inputs, output), skip_special_tokens=True))
 
 

@@ -24,6 +24,7 @@ from torch import Tensor
 
 from kvsketch.cache import masks, rollback, streaming
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.doubt import Doubt, Watch
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, Seeded, unsupported
@@ -40,7 +41,14 @@ _turns: dict[torch.device, threading.RLock] = {}
 
 
 def generate(
-    model: Any, inputs: Any, cache: CompressedCache, *, fused: bool = True, seed: int | None = None, **options: Any
+    model: Any,
+    inputs: Any,
+    cache: CompressedCache,
+    *,
+    fused: bool = True,
+    seed: int | None = None,
+    doubt: bool = False,
+    **options: Any,
 ) -> Any:
     """`model.generate(**inputs, past_key_values=cache, **options)` with captured decode steps; same tokens.
 
@@ -55,6 +63,9 @@ def generate(
 
     With a `seed`, sampling draws the same tokens on every device, alone or in a batch, and those of `kvsketch serve`;
     without one it draws from torch's generator, as transformers does.
+
+    With `doubt`, `cache.doubt()` says afterwards how unsure the model was of each row's answer; beams and assisted
+    decoding leave none.
     """
     if not isinstance(cache, CompressedCache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
@@ -71,11 +82,12 @@ def generate(
         raise ValueError(f"seed={seed} is for plain sampling, and {reason}; leave seed out and use torch.manual_seed")
     if reason is not None and reason is not NO_GRAPHS:
         _warn(reason)
-    if reason is not None and seed is None:
+    cache.watched = None
+    if reason is not None and (reason.endswith(OWN_LOOP) or (seed is None and not doubt)):
         return model.generate(**arguments, past_key_values=cache, **options)
     # transformers shows the streamer the prompt but does not hand it on to a custom loop.
     loop = functools.partial(
-        _captured_loop, streamer=options.get("streamer"), fused=fused, seed=seed, captured=reason is None
+        _captured_loop, streamer=options.get("streamer"), fused=fused, seed=seed, captured=reason is None, doubt=doubt
     )
     # A graph records what the current device does.
     with torch.cuda.device_of(next(model.parameters())):
@@ -118,6 +130,7 @@ def _captured_loop(
     fused: bool = True,
     seed: int | None = None,
     captured: bool = True,
+    doubt: bool = False,
     **model_kwargs: Any,
 ) -> Tensor:
     """transformers' sampling loop, with the steps after prefill captured."""
@@ -128,15 +141,23 @@ def _captured_loop(
         logits_processor.append(Seeded(seed, len(input_ids), input_ids.device))
     if names and captured:
         _warn(f"{', '.join(names)} cannot be captured")
+    cache, eos = model_kwargs["past_key_values"], generation_config._eos_token_tensor
+    if doubt:
+        cache.watched = Doubt(len(input_ids), input_ids.device)
     if names or not captured:
+        if doubt:
+            watch = Watch(cache.watched, eos)
+            logits_processor.insert(0, watch.logits)
+            stopping_criteria.append(watch.chosen)
         return type(model)._sample(
             model, input_ids, logits_processor=logits_processor, stopping_criteria=stopping_criteria,
             generation_config=generation_config, synced_gpus=synced_gpus, streamer=streamer, **model_kwargs,
         )  # fmt: skip
-    cache = model_kwargs["past_key_values"]
     rollback.end_recording(cache.layers)
-    eos, pad = generation_config._eos_token_tensor, generation_config._pad_token_tensor
-    sampler = Sampler(logits_processor, input_ids, stopping_criteria.max_length, eos, pad, generation_config.do_sample)
+    sampler = Sampler(
+        logits_processor, input_ids, stopping_criteria.max_length, eos, generation_config._pad_token_tensor,
+        generation_config.do_sample, cache.watched,
+    )  # fmt: skip
     turn = turn_of(model.device)
     with turn:
         logits = model._prefill(input_ids, generation_config, model_kwargs).logits[:, -1]

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch.cache.doubt import Doubt
 from kvsketch.ops.random import gumbel, hash_combine, initial_state, to_uniform
 
 STATELESS = (
@@ -50,9 +51,10 @@ class Sampler:
         eos: Tensor | None,
         pad: Tensor | None,
         do_sample: bool,
+        doubt: Doubt | None = None,
     ) -> None:
         batch, length = input_ids.shape
-        self.do_sample, self.eos, self.pad = do_sample, eos, pad
+        self.do_sample, self.eos, self.pad, self.doubt = do_sample, eos, pad, doubt
         self.processors = [p for p in processors if type(p).__name__ not in OF_LENGTH]
         self.min_length = max((_min_length(p) for p in processors if type(p).__name__ in OF_LENGTH), default=0)
         self.suppress_eos = torch.full((1,), self.min_length > length, device=input_ids.device)
@@ -74,6 +76,8 @@ class Sampler:
         if self.eos is not None:
             token = token * self.unfinished + (self.pad if self.pad is not None else 0) * (1 - self.unfinished)
             self.unfinished &= ~(token[:, None] == self.eos[None]).any(-1)
+        if self.doubt is not None:
+            self.doubt.note(logits, token, self.unfinished)
         self.history.scatter_(1, self.place, token[:, None])
         self.place += 1
         return token[:, None]

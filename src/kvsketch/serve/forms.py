@@ -54,8 +54,8 @@ def usage(answer: Answer) -> CompletionUsage:
         chat = {"kvsketch": {"prefill_tokens": prompt - answer.cached_tokens, "cache_bytes": held}}
     return CompletionUsage(
         prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), **chat,
-    )  # fmt: skip
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), doubt=answer.doubt, **chat,
+    )  # type: ignore[call-arg]  # fmt: skip
 
 
 class ChatForm:
@@ -256,7 +256,7 @@ def _response_usage(answer: Answer) -> dict[str, Any]:
         "input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens,
         "total_tokens": answer.prompt_tokens + answer.tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0},
+        "output_tokens_details": {"reasoning_tokens": 0}, "doubt": answer.doubt,
     }  # fmt: skip
 
 

@@ -6,6 +6,7 @@ routes. An engine works in a thread of its own; everything here may be called fr
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -89,7 +90,8 @@ class Request:
     `temperature` 0 takes the most likely token. A request with a `seed` gives the same tokens whoever shares the batch
     and whichever engine serves it: those of `kvsketch.generate(..., seed=seed)`. Without one the engine draws a seed.
     `guide` makes what rules out tokens that a grammar does not allow; the answer ends with its last one.
-    `logprobs`: the ticket tells how likely each token was, and so many of the likeliest ones.
+    `logprobs`: the ticket tells how likely each token was, and so many of the likeliest ones; `doubt`: how unsure the
+    model was of the answer.
     `compaction`: `ids` are a chat, which goes on in the cache of its last turn, and whose spans grow small.
     `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
     `top_k` and `top_p`; `repetition_penalty` counts `ids` and the answer.
@@ -106,6 +108,7 @@ class Request:
     min_p: float = 0.0
     repetition_penalty: float = 1.0
     logprobs: int | None = None
+    doubt: bool = False
     guide: Callable[[], Guide] | None = None
     compaction: Compaction | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
@@ -171,6 +174,7 @@ class Ticket:
         """Device memory of this request's cache, or of its row in the engine's tables."""
         self.likely: list[Likely] = []
         """Of each token, where the request asked for it."""
+        self._unsure = 0.0  # sum of 1 - p over the tokens
         self._tokens: list[int] = []
         self._changed = threading.Condition()
         self._cancelled = False
@@ -194,6 +198,12 @@ class Ticket:
         """The answer so far."""
         with self._changed:
             return list(self._tokens)
+
+    @property
+    def doubt(self) -> float | None:
+        """How unsure the model was of the answer so far (`cache.doubt`); None where the request did not ask."""
+        with self._changed:
+            return self._unsure / max(1, len(self._tokens)) if self.request.doubt else None
 
     @property
     def done(self) -> bool:
@@ -241,7 +251,9 @@ class Ticket:
         """For engines: one more token."""
         with self._changed:
             if likely is not None:
-                self.likely.append(likely)
+                self._unsure += 1 - math.exp(min(0.0, likely.logprob))
+                if self.request.logprobs is not None:
+                    self.likely.append(likely)
             self.timings.last_token = time.monotonic()
             if self.timings.first_token is None:
                 self.timings.first_token = self.timings.last_token

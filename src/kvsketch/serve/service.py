@@ -79,6 +79,11 @@ class Answer:
     def tokens(self) -> int:
         return sum(choice.tokens for choice in self.choices)
 
+    @property
+    def doubt(self) -> float:
+        """That of the text of which the model was least sure."""
+        return round(max(choice.ticket.doubt or 0.0 for choice in self.choices), 4)
+
     def cancel(self) -> None:
         for choice in self.choices:
             choice.ticket.cancel()
@@ -254,6 +259,7 @@ class Service:
             stop_ids=self._ends(),
             document=document,
             logprobs=asked.alternatives,
+            doubt=True,
             **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
         )
 

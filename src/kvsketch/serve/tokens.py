@@ -30,9 +30,10 @@ class Tokens:
         """`tokens` [n, 1] and `logits` [n, vocabulary] on the device, of which `places` belong to the runs."""
         at = _to_device(torch.tensor(places), tokens.device)
         chosen = tokens.index_select(0, at)
-        asked = [run.ticket.request.logprobs for run in runs]
-        most = max((count for count in asked if count is not None), default=None)
-        scores = () if most is None else log_probabilities(logits.index_select(0, at), chosen, most)
+        requests = [run.ticket.request for run in runs]
+        wanted = any(each.doubt or each.logprobs is not None for each in requests)
+        most = max(each.logprobs or 0 for each in requests)
+        scores = log_probabilities(logits.index_select(0, at), chosen, most) if wanted else ()
         values, *rest = (_to_host(each) for each in (chosen[:, 0], *scores))
         event = torch.cuda.Event() if tokens.device.type == "cuda" else None
         if event is not None:
@@ -56,14 +57,15 @@ class Tokens:
 
 def log_probabilities(logits: Tensor, tokens: Tensor, most: int) -> tuple[Tensor, Tensor, Tensor]:
     """Of `tokens` [n, 1] and of the `most` likeliest tokens, and these; [n], [n, most], [n, most]."""
-    scores = logits.float().log_softmax(-1)
+    scores = logits.float()
+    total = scores.logsumexp(-1, keepdim=True)
     top = scores.topk(min(most, scores.shape[1]))
-    return scores.gather(1, tokens.clamp_min(0))[:, 0], top.values, top.indices
+    return (scores.gather(1, tokens.clamp_min(0)) - total)[:, 0], top.values - total, top.indices
 
 
-def _likely(run: Run, logprob: float, values: list[float], ids: list[int]) -> Likely | None:
-    most = run.ticket.request.logprobs
-    return None if most is None else Likely(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
+def _likely(run: Run, logprob: float, values: list[float], ids: list[int]) -> Likely:
+    most = run.ticket.request.logprobs or 0
+    return Likely(logprob, tuple(zip(ids[:most], values[:most], strict=True)))
 
 
 def _to_device(host: Tensor, device: torch.device) -> Tensor:
