@@ -330,10 +330,11 @@ def test_settings_are_kept_and_sent(page: Any) -> None:
 def test_a_question_about_a_document_that_is_read_waits_in_line(page: Any, tmp_path: Path) -> None:
     bodies = answers_with(page, "It is deep.")
     reading = [True]
+    sending: list[Any] = []
 
     def slowly(route: Any) -> None:
         if route.request.method != "GET":
-            return route.continue_()
+            return sending.append(route)
         body = route.fetch().json()
         for each in body["data"]:
             each["status"] = "reading" if reading[0] else each["status"]
@@ -342,7 +343,11 @@ def test_a_question_about_a_document_that_is_read_waits_in_line(page: Any, tmp_p
     page.route("**/v1/documents", slowly)
     (tmp_path / "slow.txt").write_text(TEXT)
     page.locator("#file").set_input_files(tmp_path / "slow.txt")
-    ask(page, "How deep?")
+    question(page).fill("How deep?")
+    page.keyboard.press("Enter")
+    page.get_by_text("waits in line: the file is being sent").wait_for()
+    sending[0].continue_()
+    page.locator(".turn").wait_for()
     ask(page, "How old?")
     notes = page.locator(".turn > .note")
     assert notes.all_inner_texts() == ["waits in line: the document is being read"] * 2 and bodies == []

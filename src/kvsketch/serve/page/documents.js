@@ -5,8 +5,8 @@ import { $, button, count, element, percent, say, wait } from "./dom.js";
 import { call, get, post } from "./server.js";
 
 const POLL = 500; // ms between looks at a document that is being read
-// `sent`: a promise that is kept when the last file has arrived and is chosen
-export const state = { model: "", method: "", whole: 0, documents: [], chosen: null, sent: Promise.resolve() };
+// `sent`: while a file is being sent, a promise that is kept when it has arrived and is chosen
+export const state = { model: "", method: "", whole: 0, documents: [], chosen: null, sent: null };
 export const changes = new EventTarget(); // "listed", "chosen", and "deleted" with the id as its detail
 
 export const document_of = (id) => state.documents.find((each) => each.id === id);
@@ -57,7 +57,7 @@ function told(each) {
 async function add(sending, name) {
   try {
     say_there(`sending ${name}`);
-    state.sent = choose_sent(sending);
+    state.sent = choose_sent(sending).finally(() => { state.sent = null; });
     await until_read(await state.sent, name);
   } catch (error) {
     say_there(`${name}: ${error.message}`, true);

@@ -15,8 +15,14 @@ $("ask").addEventListener("submit", async (event) => {
   const question = $("question").value.trim();
   if (!question) return;
   $("question").value = "";
-  // A file that is being sent is what the question is about.
-  await state.sent.catch(() => {});
+  try {
+    // A file that is being sent is what the question is about.
+    if (state.sent) say("waits in line: the file is being sent");
+    await state.sent;
+  } catch {
+    $("question").value ||= question;
+    return say("not asked: the file was not sent", true);
+  }
   ask(question);
 });
 $("question").addEventListener("keydown", (event) => {
