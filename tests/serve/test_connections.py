@@ -155,11 +155,11 @@ def test_an_answer_that_nobody_takes_is_dropped(serving: Any) -> None:
     server = serving(reader=1)
     # The system takes little of an answer for the client.
     server._socket.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 8192)
-    raw, many = socket.socket(), 100
+    raw, many = socket.socket(), 200
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 8192)
     raw.connect(("127.0.0.1", urlsplit(server.address).port or 0))
     raw.settimeout(30)
-    raw.sendall(b"GET /page.js HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * many)
+    raw.sendall(b"GET /page.css HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n" * many)
     time.sleep(3)
     assert 0 < rest(raw).count(b"HTTP/1.1 200 ") < many
 

@@ -381,6 +381,7 @@ def test_a_key_guards_everything_but_health_and_page(loaded: tuple[Any, Any], tm
         for path, status in (
             ("/health", 200),
             ("/", 200),
+            ("/talk.js", 200),
             ("/metrics", 401),
             ("/v1/models", 401),
             ("/v1/documents", 401),

@@ -9,6 +9,7 @@ import functools
 import hmac
 import json
 import logging
+import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
@@ -47,7 +48,6 @@ from kvsketch.serve.service import Answer, Choice, Service
 MOST_OPENED = 2  # PDFs that are read at the same time
 HEARTBEAT = 10.0  # seconds without a token after which a comment keeps a stream alive
 LARGEST_BODY = 32 * 2**20
-OPEN = ("/health", "/", "/page.css", "/page.js", "/favicon.ico")  # without a key; they tell nothing
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
 # What OpenAI's clients may ask for and a language model does not have, and who has it.
 MISSING = {
@@ -63,7 +63,13 @@ REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 CLIENT_GONE = 499
 LONGEST_NOTE = 300  # characters
 NOTE = "kvsketch.note"  # in the scope of a request: words for its line in the log
-PAGE = {"": ("page.html", "text/html"), "page.css": ("page.css", "text/css"), "page.js": ("page.js", "text/javascript")}
+KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
+PAGE = {  # file -> what it is and how browsers call that
+    each.name: (each, KINDS[kind])
+    for each in resources.files("kvsketch.serve").joinpath("page").iterdir()
+    if (kind := os.path.splitext(each.name)[1]) in KINDS
+}
+OPEN = ("/health", "/", *(f"/{name}" for name in PAGE), "/favicon.ico")  # without a key; they tell nothing
 PAGE_HEADERS = {
     "Content-Security-Policy": "default-src 'self'; img-src 'self' data:; frame-ancestors 'none'; base-uri 'none'",
     "Cache-Control": "no-cache",
@@ -296,7 +302,8 @@ class Routes:
             *(Route(path, self.missing, methods=["GET", "POST"]) for path in MISSING),
             Route("/health", self.health),
             Route("/metrics", self.metrics),
-            *(Route(f"/{file}", functools.partial(self.page, file)) for file in PAGE),
+            Route("/", functools.partial(self.page, "page.html")),
+            *(Route(f"/{name}", functools.partial(self.page, name)) for name in PAGE),
         ]
 
     # answers
@@ -462,10 +469,9 @@ class Routes:
         text = await run_in_threadpool(self.service.metrics.text)
         return Response(text, media_type="text/plain; version=0.0.4; charset=utf-8")
 
-    async def page(self, file: str, request: Request) -> Response:
-        name, kind = PAGE[file]
-        content = resources.files("kvsketch.serve").joinpath("page", name).read_bytes()
-        return Response(content, media_type=kind, headers=PAGE_HEADERS)
+    async def page(self, name: str, request: Request) -> Response:
+        file, kind = PAGE[name]
+        return Response(file.read_bytes(), media_type=kind, headers=PAGE_HEADERS)
 
 
 async def _until_gone(request: Request, then: Callable[[], None] = lambda: None) -> None:
