@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsketch.ops.attention_mass import Options
+from kvsketch.ops.attention_mass import reference as mass_reference
 from kvsketch.ops.codec import BITS, Codec, CodedSlots
 from kvsketch.ops.codec import reference as codec_reference
 from kvsketch.ops.common import dispatch, native
 from kvsketch.ops.common.ragged import Ragged, Readers, work_list
 from kvsketch.ops.keep_queries import codec_of, keep_queries, row_bytes
 from kvsketch.ops.keep_queries import reference as keep_reference
-from kvsketch.ops.slot_update import Slots, Token
+from kvsketch.ops.slot_update import Ranking, Slots, Token
 from kvsketch.ops.slot_update import reference as slot_reference
 from kvsketch.ops.weighted_attention import Arguments, Attended, reference
 from tests.ops.formula import few_bits, needs_compiler, poison, relative_error
@@ -138,7 +140,8 @@ def test_a_token_is_written_as_by_the_reference(bits: tuple[int, int], flat: boo
     for module in (slot_reference, program):
         shape, slot = (50,) if flat else (2, 3, 20), torch.tensor([[[5], [2], [0]], [[1], [3], [2]]])
         start = torch.tensor([[0, 9, 12], [30, 33, 40]]) if flat else None
-        parts = [slots_of(each, shape) for each in bits]
+        # Fewer keys and values than tokens: the others lie on the host.
+        parts = [slots_of(each, shape if flat else (2, 3, 9)) for each in bits]
         key, value = (large(2, 1, 3, 64, dtype=torch.bfloat16, seed=seed).transpose(1, 2) for seed in range(2))
         key[1, 1, 0, 3] = float("inf")
         log_den, log_num, score = (torch.full(shape, 2.0) for _ in range(3))
@@ -158,6 +161,43 @@ def slots_of(bits: int, shape: tuple[int, ...]) -> Tensor | CodedSlots:
     codes = torch.zeros(*shape, codec.code_bytes, dtype=torch.uint8)
     center = large(2, 3, 64, seed=4)
     return CodedSlots(codec, center, torch.zeros(2, 3, 3, 64), exact_at, codes, torch.zeros(shape).half())
+
+
+@pytest.mark.parametrize("slots", [1, 100, 333])
+@pytest.mark.parametrize(("scored", "padded", "full"), [(False, False, True), (True, False, False), (True, True, True)])
+def test_the_same_slot_goes_next(slots: int, scored: bool, padded: bool, full: bool) -> None:
+    from kvsketch.ops.slot_update import native as program
+
+    results = []
+    for module in (slot_reference, program):
+        g = torch.Generator().manual_seed(slots)
+        tokens = torch.stack([torch.randperm(slots, generator=g) for _ in range(6)]).view(2, 3, slots).int() * 3 + 1
+        tokens[0, 1, : slots // 2] = tokens[1, 2] = -2
+        scores = torch.randint(0, 3, (2, 3, slots), generator=g) * 1e30 if scored else None
+        tokens[1, 1, -1] = tokens[1, 1, -1] if full else -1
+        held, victim = Slots(tokens, *torch.zeros(2, 2, 3, slots)), torch.zeros(2, 3, 1).long()
+        padding = torch.tensor([0, slots]) if padded else None
+        module.free_lowest(held, Ranking(scores, padding, torch.tensor([3 * slots]), 2, 5), victim)
+        results.append([*held, victim])
+    torch.testing.assert_close(*results, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
+@pytest.mark.parametrize("padded", [False, True])
+def test_mass_is_that_of_the_reference(reduce: str, padded: bool) -> None:
+    from kvsketch.ops.attention_mass import native as program
+
+    index = torch.stack([torch.randperm(77) for _ in range(6)]).view(2, 3, 77).int()
+    index[0, 1, 5:9] = -1
+    logits = large(2, 12, 77)
+    row_lse = logits.logsumexp(-1)
+    logits.view(2, 3, 4, 77)[0, 1, :, 5:9] = float("nan")
+    padding = torch.tensor([0, 30]) if padded else None
+    ours, theirs = torch.ones(2, 2, 3, 77)
+    for module, into in ((program, ours), (mass_reference, theirs)):
+        options = Options(into, 100, index, padding, row_lse=row_lse, reduce=reduce, fade=0.9)
+        assert module.mass_from_logits(logits, options) is into
+    torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-5)
 
 
 @pytest.mark.parametrize("place", [0, 7, 99])

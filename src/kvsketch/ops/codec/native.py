@@ -60,11 +60,10 @@ def encode_rows(
 
     Rows of `coded` are equally far apart in memory. center [B, H, D]; None: 0.
     """
-    x = x.float().contiguous()
+    x, center = x.float().contiguous(), None if center is None else center.float().contiguous()
     codes, steps = coded
     rows = x.numel() // codec.size if source is None else source.numel()
     program("kvsketch_encode")(
-        ctypes.byref(native_codec(codec)), x.data_ptr(), address(source),
-        None if center is None else center.float().contiguous().data_ptr(), rows, x.shape[2],
+        ctypes.byref(native_codec(codec)), x.data_ptr(), address(source), address(center), rows, x.shape[2],
         codes.data_ptr(), codes.stride(-2), steps.data_ptr(), steps.stride(-1) * steps.element_size(), address(at),
     )  # fmt: skip

@@ -10,7 +10,8 @@ import ctypes
 import functools
 import hashlib
 import os
-import shutil
+import platform
+import shlex
 import subprocess
 import tempfile
 from pathlib import Path
@@ -19,39 +20,40 @@ from typing import Any
 import platformdirs
 from torch import Tensor
 
+from kvsketch.environment import compiler
+
 ROOT = Path(__file__).parent.parent
-OPERATIONS = ("codec", "keep_queries", "slot_update", "weighted_attention")
+OPERATIONS = ("attention_mass", "codec", "keep_queries", "replay_scores", "slot_update", "weighted_attention")
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT))
-COMPILERS = ("cc", "gcc", "clang")
 LANES, MOST = 16, 512  # native.h
 
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
     """The compiled programs, or None where this machine cannot compile or load them."""
-    compiler = os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
-    if compiler is None:
+    chosen = compiler()
+    if chosen is None:
         return None
     try:
-        return _declared(ctypes.CDLL(str(_compiled(compiler))))
+        return _declared(ctypes.CDLL(str(_compiled(chosen))))
     except (OSError, subprocess.SubprocessError):
         return None
 
 
-def _compiled(compiler: str) -> Path:
+def _compiled(by: str) -> Path:
     """The shared library of these sources for this processor, in the user's cache."""
     sources = sorted(ROOT.glob("*/native.c"))
     text = b"".join(path.read_bytes() for path in [*sources, *sorted(ROOT.glob("*/native.h"))])
-    name = hashlib.sha256(text + repr((compiler, FLAGS, _processor())).encode()).hexdigest()[:16]
-    chosen = os.environ.get("KVSKETCH_HOME")
-    folder = Path(chosen).expanduser() if chosen else platformdirs.user_cache_path("kvsketch", False, opinion=False)
+    name = hashlib.sha256(text + repr((by, FLAGS, _processor())).encode()).hexdigest()[:16]
+    home = os.environ.get("KVSKETCH_HOME")
+    folder = Path(home).expanduser() if home else platformdirs.user_cache_path("kvsketch", False, opinion=False)
     result = folder / "native" / f"{name}.so"
     if not result.exists():
         result.parent.mkdir(parents=True, exist_ok=True)
         # Another process may compile the same: each writes a file of its own, and the last one stays.
         with tempfile.TemporaryDirectory(dir=result.parent) as room:
             made = Path(room) / result.name
-            command = [compiler, *FLAGS, *map(str, sources), "-lm", "-o", str(made)]
+            command = [*shlex.split(by), *FLAGS, *map(str, sources), "-lm", "-o", str(made)]
             subprocess.run(command, check=True, capture_output=True, timeout=120)
             made.replace(result)
     return result
@@ -63,15 +65,18 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         lines = []
-    return next((line for line in lines if line.startswith(("flags", "Features"))), os.uname().machine)
+    return next((line for line in lines if line.startswith(("flags", "Features"))), platform.machine())
 
 
 def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
     pointer, number = ctypes.c_void_p, ctypes.c_int64
     kinds = {
         "kvsketch_attend": (pointer, number, number),
+        "kvsketch_free_lowest": (*(number,) * 3, *(pointer,) * 3, number, number, *(pointer,) * 4),
+        "kvsketch_mass_from_logits": (*(number,) * 4, *(pointer,) * 4, number, ctypes.c_float, pointer),
+        "kvsketch_best_shares": (number, number, *(pointer, number) * 2, number, pointer, number, pointer),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
-        "kvsketch_write_token": (pointer, pointer, *(number,) * 4, *(pointer,) * 7),
+        "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
     }
     for name, arguments in kinds.items():
         function = getattr(loaded, name)

@@ -1,4 +1,4 @@
-"""The new token of a decode step, written by one program in C; the slot that goes next is chosen by the reference."""
+"""The two updates of a decode step in C, bit for bit those of the reference."""
 
 from __future__ import annotations
 
@@ -10,8 +10,7 @@ from torch import Tensor
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.codec.native import native_codec
 from kvsketch.ops.common.native import address, fits, on_cpu, program
-from kvsketch.ops.slot_update import Slots, Token, reference
-from kvsketch.ops.slot_update.reference import free_lowest
+from kvsketch.ops.slot_update import Ranking, Slots, Token, reference
 
 __all__ = ["free_lowest", "supported", "write_token"]
 
@@ -28,7 +27,7 @@ class Part(ctypes.Structure):
 
 
 def supported(*call: object) -> bool:
-    """Every call; `write_token` looks at its tensors."""
+    """Every call; the functions look at their tensors."""
     return True
 
 
@@ -36,9 +35,7 @@ def write_token(
     keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
     """See `kvsketch.ops.write_token`."""
-    given = (*slots, score, token.slot, token.start)
-    numbers = [each.dtype for each in (slots.log_den, slots.log_num, score) if each is not None]
-    is_plain = token.pages is None and on_cpu(*given) and all(each == torch.float32 for each in numbers)
+    is_plain = token.pages is None and on_cpu(token.slot, token.start) and _numbers(slots, score)
     if not is_plain or not (_fits(keys, token.key) and _fits(values, token.value)):
         reference.write_token(keys, values, slots, token, score)
         return
@@ -46,10 +43,29 @@ def write_token(
     batch, heads = token.slot.shape[:2]
     program("kvsketch_write_token")(
         ctypes.byref(_part(keys, key)), ctypes.byref(_part(values, value)), batch * heads, heads,
-        *(0 if token.start is not None else held.shape[2] for held in (keys, values)),
+        *(0 if token.start is not None else held.shape[2] for held in (keys, values)), slots.tokens.shape[-1],
         token.slot.data_ptr(), address(token.start), token.clock.data_ptr(), slots.tokens.data_ptr(),
         slots.log_den.data_ptr(), address(slots.log_num), address(score),
     )  # fmt: skip
+
+
+def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
+    """See `kvsketch.ops.free_lowest`."""
+    if not on_cpu(next_slot, ranking.padding, ranking.seen) or not _numbers(slots, ranking.scores):
+        reference.free_lowest(slots, ranking, next_slot)
+        return
+    batch, heads, count = slots.tokens.shape
+    program("kvsketch_free_lowest")(
+        batch * heads, heads, count, address(ranking.scores), address(ranking.padding), ranking.seen.data_ptr(),
+        ranking.sinks, ranking.recent, slots.tokens.data_ptr(), slots.log_den.data_ptr(), address(slots.log_num),
+        next_slot.data_ptr(),
+    )  # fmt: skip
+
+
+def _numbers(slots: Slots, scores: Tensor | None) -> bool:
+    """Whether tokens, weights and scores are dense numbers of the types that the programs read."""
+    numbers = [each for each in (slots.log_den, slots.log_num, scores) if each is not None]
+    return on_cpu(slots.tokens, *numbers) and all(each.dtype == torch.float32 for each in numbers)
 
 
 def _fits(held: Tensor | CodedSlots, new: Tensor) -> bool:
