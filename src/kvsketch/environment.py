@@ -94,7 +94,9 @@ def kernels_in_use(gpu: bool) -> str:
     if gpu:
         return "Triton" if importlib.util.find_spec("triton") else "torch reference: Triton cannot be imported"
     chosen = compiler()
-    return f"C, compiled by {chosen}" if chosen else f"torch reference: no GPU, and no C compiler ({', '.join(COMPILERS)})"
+    return (
+        f"C, compiled by {chosen}" if chosen else f"torch reference: no GPU, and no C compiler ({', '.join(COMPILERS)})"
+    )
 
 
 def compiler() -> str | None:

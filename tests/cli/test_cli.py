@@ -152,7 +152,7 @@ def test_env_says_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "gpu_names", lambda: ["a GPU"])
     assert (result := environment.describe()).cpu_threads == 3 and result.gpus == ["a GPU"]
     assert result.kernels == ("Triton" if result.versions["triton"] else "torch reference: Triton cannot be imported")
-    monkeypatch.setattr(environment, "gpu_names", lambda: [])
+    monkeypatch.setattr(environment, "gpu_names", list)
     monkeypatch.setenv("CC", "/opt/bin/cc")
     assert environment.describe().kernels == "C, compiled by /opt/bin/cc"
     monkeypatch.delenv("CC")

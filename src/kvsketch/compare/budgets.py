@@ -79,8 +79,12 @@ def in_bytes(method: str) -> str:
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
-def sized(model: Any, method: str, budget: str, prompt: int, unit: str) -> tuple[str, dict[str, Any]]:
+def sized(
+    model: Any, method: str, budget: str, prompt: int, unit: str, halves: bool = False
+) -> tuple[str, dict[str, Any]]:
     """The text form that a prompt of so many tokens is read with, and what a record says of its budget.
+
+    halves: bytes are counted as if the model ran in half precision, which a CPU's float32 does not.
 
     A budget in bytes is a share of those of a full cache. The most tokens are taken that fit after the prompt, with
     weights, index and state, as computed from the tensors that a cache will have (`cache.memory`).
@@ -89,6 +93,7 @@ def sized(model: Any, method: str, budget: str, prompt: int, unit: str) -> tuple
         return with_budget(method, budget), {}
     method = in_bytes(method)
     limit, sizes = min(1.0, Size.parse(budget).of(prompt) / prompt), memory.sizes_of(model, prompt)
+    sizes = dataclasses.replace(sizes, itemsize=2) if halves else sizes
     fewest = min(prompt, least_tokens(method))
     taken = sizes.bytes(parse_method(with_budget(method, fewest)), more=0)
     if taken is None:
