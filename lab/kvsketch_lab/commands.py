@@ -105,7 +105,7 @@ def report(
         written = pages.write(Path(), described)
         written.append(write_whole(Path("src/kvsketch/cli") / TABLE.name, table_text(described).encode()))
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
-        written.append(write_whole(Path("docs") / "sizing.md", sizes.page().encode()))
+        written += [write_whole(Path("docs") / name, text.encode()) for name, text in sizes.pages(Path()).items()]
     else:
         written, said = render(folder, out or folder / "report")
     for remark in said:

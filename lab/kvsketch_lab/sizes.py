@@ -1,12 +1,16 @@
-"""docs/sizing.md: memory and speed of users on a GPU, from formulas and records. `kvsketch report --docs` writes it."""
+"""docs/sizing.md and the pages it names: memory and speed of users on a GPU, from formulas and records.
+
+`kvsketch report --docs` writes them.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 from kvsketch import advice, sizing
-from kvsketch_lab.report import blocks
+from kvsketch_lab.report import blocks, docs
 
 SHAPES: dict[str, dict[str, Any]] = {
     "8B": dict(
@@ -20,58 +24,155 @@ SHAPES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 SMALL = ("full", "full:bits=4", "rehearse:budget=40%", "rehearse:budget=20%:replay=exact")
 
-PAGE = """\
+SIZING = """\
 # How many users, how long a context
 
-Three questions, with numbers. The tables are what `kvsketch recommend --gpu` computes for a Llama of 8B and a Qwen of
-32B parameters in bf16; give it the `config.json` of your own model. Bytes are bounds: the weights, what each method
-promises for the shapes of the model, and a tenth of the memory kept free. Tokens/s are estimates, from what our own
-decode steps read in a second on an H200 ([benchmarks](benchmarks.md)) and the bandwidth of the GPU.
-`rehearse:budget=40%` is an eighth of the bytes, `budget=20%:replay=exact` a sixteenth; [what they
-lose](results.md#the-same-bytes-any-question).
+`kvsketch recommend --gpu` says what fits on a GPU, and how fast it would be:
 
-## My 24 GB card runs out at 100,000 tokens
+    kvsketch recommend --gpu rtx-4090 --model config.json --context 100000
+    kvsketch recommend --gpu h100 --model config.json --context 32000 --users 50 --document 30000
 
-Sequences that fit at a time beside the weights of the 8B model (16 GB), on a card of 24 GB:
+Give it the `config.json` of your own model. Three questions that come up often have a page each:
+
+- [My 24 GB card runs out at 100,000 tokens](out_of_memory.md)
+- [Fifty users of one handbook](many_users.md)
+- [vLLM needs more requests at a time](vllm_concurrency.md)
+
+{how}
+"""
+HOW = """\
+The tables are what that command computes for a Llama of 8B and a Qwen of 32B parameters in bf16. Bytes are bounds: the
+weights, what each method promises for the shapes of the model, and a tenth of the memory kept free. Tokens/s are
+estimates, from what our own decode steps read in a second on an H200 ([benchmarks](benchmarks.md)) and the bandwidth
+of the GPU. `rehearse:budget=40%` takes an eighth of the bytes, `budget=20%:replay=exact` a sixteenth; [what they
+lose](results.md#the-same-bytes-any-question)."""
+CARD = """\
+# My 24 GB card runs out at 100,000 tokens
+
+The weights of an 8B model take 16 GB in bf16. What is left has to hold the KV cache, and a full cache of 100,000 tokens
+is larger than that. Sequences that fit at a time, and the bytes of each:
 
 {card}
 
-    kvsketch recommend --gpu rtx-4090 --model config.json --context 100000
-    kvsketch generate --model MODEL --method rehearse:budget=40% --file report.txt "What changed in 1981?"
+## What to do
 
-While a prompt is read, its full keys and values are there too; `prefill="stream"` bounds that ([long
-contexts](long_contexts.md)).
+1. Ask what fits. This needs no GPU and no weights, only the model's `config.json`:
 
-## Fifty users of one handbook
+       kvsketch recommend --gpu rtx-4090 --model config.json --context 100000
 
-Each user has 2,000 tokens of their own beside a handbook of 30,000, which lies in memory once. The 8B model on an
-H100 and an L40S, the 32B model on an H200:
+2. Start with `full:bits=4`. It keeps every token and loses least. If that is too large, take `rehearse:budget=40%`:
+
+       kvsketch generate --model MODEL --method full:bits=4 --file report.txt "What changed in 1981?"
+       kvsketch generate --model MODEL --method rehearse:budget=40% --file report.txt "What changed in 1981?"
+
+3. Reading needs memory too: while a prompt is read, its full keys and values are there. `--stream` reads it in chunks, and
+   then only one chunk is held whole ([contexts longer than memory](long_contexts.md)):
+
+       kvsketch generate --model MODEL --method rehearse:budget=40% --stream --file report.txt "What changed in 1981?"
+
+4. Or say how much memory there is, and let kvsketch choose the budget:
+
+       kvsketch generate --model MODEL --method rehearse --memory 4GB --file report.txt "What changed in 1981?"
+
+5. Ask several questions? Read the text once, then ask the file that this leaves:
+
+       kvsketch read report.pdf --out report.kvs --model MODEL --method rehearse:budget=40%
+       kvsketch chat report.kvs
+
+In Python it is one line: `cache = kvsketch.CompressedCache(model, "rehearse:budget=40%")`, and `past_key_values=cache` for
+`model.generate`.
+
+A model that was trained on fewer tokens than your text breaks down whatever the cache does ([where positions
+end](long_contexts.md#where-positions-end)). If the weights themselves are too large, kvsketch does not help.
+
+## Where the numbers come from
+
+{how}
+"""
+USERS = """\
+# Fifty users of one handbook
+
+Every user asks about the same long text. A server should read it once and hold it once, and each user should pay for
+their own words only. Each user below has 2,000 tokens of their own beside a handbook of 30,000:
 
 {handbook}
 
-Without the shared handbook every user holds all of it:
+Without sharing, every user holds the whole handbook:
 
 {alone}
 
+## What to do
+
+    pip install 'kvsketch[serve]'
     kvsketch recommend --gpu h100 --model config.json --context 32000 --users 50 --document 30000
     kvsketch serve MODEL --method rehearse:budget=40% --rows 50
+    curl -F file=@handbook.pdf http://127.0.0.1:8000/v1/documents
 
-Each request names the [document](serving.md#documents). Joining the two parts of a cache costs a little more than the
-estimate; measured with 64 users of one document: [benchmarks](benchmarks.md#users-of-one-document).
+The answer to the upload names the document. A request that gives this name reads only its own question; the handbook
+waits in memory, and is saved for the next start. [Serving](serving.md#documents) has the fields of a request, in curl and
+in Python.
 
-## vLLM needs more requests at a time
+With vLLM the handbook is stored by one request and named by the others ([documents in
+vLLM](vllm.md#documents-that-requests-share)). Measured there:
 
-The cache decides how many requests vLLM runs at once. Users of 32,768 tokens each that fit, 8B model:
+{vllm_documents}
+
+On our own server, with 64 users of one document: [benchmarks](benchmarks.md#users-of-one-document). Joining the two parts
+of a cache costs a little more than the estimates above.
+
+## Where the numbers come from
+
+{how}
+"""
+REQUESTS = """\
+# vLLM needs more requests at a time
+
+vLLM runs as many requests at once as their KV caches fit beside the weights. When requests wait although the GPU has
+time, the cache is the limit, and a smaller cache lets more of them run. Users of 32,768 tokens each that fit, 8B model:
 
 {requests}
 
-The plugin is one option of `vllm serve`; measured there, beside vLLM's own caches: [vLLM](vllm.md).
+## What to do
+
+    pip install 'kvsketch[vllm]'
+    vllm serve MODEL --attention-backend CUSTOM --additional-config '{{"kvsketch": "full:bits=4"}}'
+
+`full:bits=4` keeps every token, and vLLM's prefix caching, chunked prefill and preemption work as before. `rehearse` is
+smaller and faster, but prefix caching finds nothing:
+
+    vllm serve MODEL --attention-backend CUSTOM --additional-config '{{"kvsketch": "rehearse:budget=16384"}}' \\
+        --no-enable-chunked-prefill --max-num-batched-tokens 34000 --max-model-len 33800
+
+Nothing of vLLM is patched; without `--attention-backend CUSTOM` nothing changes. "Maximum concurrency" in vLLM's log is the
+number of requests that fit. Measured, beside vLLM's own caches:
+
+{vllm}
+
+Read [vLLM](vllm.md) for what does not work there, and [fifty users of one handbook](many_users.md) where many requests
+begin with the same text.
+
+## Where the numbers come from
+
+{how}
 """
 
 
-def page() -> str:
-    """The page as it should read."""
-    return PAGE.format(card=_card(), handbook=_users(30_000), alone=_users(0), requests=_requests())
+def pages(root: Path) -> dict[str, str]:
+    """The pages as they should read, by file name; measured numbers come from the records of a checkout."""
+    numbers = docs.Numbers(root)
+    measured = {name: _block(name, numbers.words(name)) for name in ("vllm", "vllm_documents")}
+    words = {"how": HOW, **measured}
+    return {
+        "sizing.md": SIZING.format(**words),
+        "out_of_memory.md": CARD.format(card=_card(), **words),
+        "many_users.md": USERS.format(handbook=_users(30_000), alone=_users(0), **words),
+        "vllm_concurrency.md": REQUESTS.format(requests=_requests(), **words),
+    }
+
+
+def _block(name: str, words: str) -> str:
+    """As `docs.pages` leaves it."""
+    return f"<!-- kvsketch report --docs: {name} -->\n\n{words}\n\n<!-- end -->"
 
 
 def _card() -> str:

@@ -7,6 +7,7 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
+import shutil
 from dataclasses import dataclass, field
 
 from packaging.version import Version
@@ -18,6 +19,8 @@ TESTED = {
     "transformers": ("5.15.0", "5.22.2"),
     "triton": ("3.6.0", "3.9.0"),
 }
+
+COMPILERS = ("cc", "gcc", "clang")
 
 
 @dataclass(frozen=True)
@@ -86,11 +89,19 @@ def kernels_in_use(gpu: bool) -> str:
     choice = os.environ.get("KVSKETCH_KERNELS", "auto")
     if choice not in ("auto", "reference"):
         raise ValueError(f"KVSKETCH_KERNELS={choice!r} is not one of auto, reference; unset it or use one.")
-    if not gpu:
-        return "torch reference: no GPU"
     if choice == "reference":
         return "torch reference: KVSKETCH_KERNELS=reference"
-    return "Triton" if importlib.util.find_spec("triton") else "torch reference: Triton cannot be imported"
+    if gpu:
+        return "Triton" if importlib.util.find_spec("triton") else "torch reference: Triton cannot be imported"
+    chosen = compiler()
+    return (
+        f"C, compiled by {chosen}" if chosen else f"torch reference: no GPU, and no C compiler ({', '.join(COMPILERS)})"
+    )
+
+
+def compiler() -> str | None:
+    """The C compiler of this machine: $CC, or the first one that is there."""
+    return os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def installed(package: str) -> str | None:

@@ -116,6 +116,24 @@ def test_env_reports_versions_and_ranges() -> None:
     assert result["versions"]["transformers"] in run("env").stdout
 
 
+def test_triton_is_not_needed(tmp_path: Path) -> None:
+    """A model generates in an interpreter that cannot import it."""
+    save_tiny_model(tmp_path)
+    code = f"""
+import sys
+sys.modules["triton"] = None
+import kvsketch, torch
+from kvsketch import models
+model, _ = models.load({str(tmp_path)!r}, device="cpu")
+for method in ("rehearse:budget=16", "h2o:budget=16", "quest:budget=16"):
+    cache = kvsketch.CompressedCache(model, method)
+    model.generate(torch.arange(1, 41)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
+    print(cache.tokens_seen)
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert result.stdout.split() == ["42"] * 3, result.stderr
+
+
 @pytest.mark.parametrize(
     ("version", "warned"),
     [("5.14.9", True), ("5.15.0", False), ("5.22.9", False), ("5.23.0", True), ("6.0.0", True), (None, False)],
@@ -134,6 +152,12 @@ def test_env_says_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environment, "gpu_names", lambda: ["a GPU"])
     assert (result := environment.describe()).cpu_threads == 3 and result.gpus == ["a GPU"]
     assert result.kernels == ("Triton" if result.versions["triton"] else "torch reference: Triton cannot be imported")
+    monkeypatch.setattr(environment, "gpu_names", list)
+    monkeypatch.setenv("CC", "/opt/bin/cc")
+    assert environment.describe().kernels == "C, compiled by /opt/bin/cc"
+    monkeypatch.delenv("CC")
+    monkeypatch.setenv("PATH", "")
+    assert environment.describe().kernels == "torch reference: no GPU, and no C compiler (cc, gcc, clang)"
     monkeypatch.setenv("KVSKETCH_KERNELS", "reference")
     assert environment.describe().kernels == "torch reference: KVSKETCH_KERNELS=reference"
     monkeypatch.setenv("KVSKETCH_KERNELS", "fast")

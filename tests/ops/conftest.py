@@ -8,7 +8,12 @@ from types import ModuleType
 import pytest
 import torch
 
-from tests.ops.formula import Attend, by_kernel, by_reference, needs_triton, poison
+from kvsketch.ops.common import native
+from tests.ops.formula import Attend, by_kernel, by_native, by_reference, needs_compiler, needs_triton, poison
+
+IMPLEMENTATIONS = (
+    "reference", pytest.param("native", marks=needs_compiler), pytest.param("kernel", marks=needs_triton)
+)  # fmt: skip
 
 
 @pytest.fixture(scope="session")
@@ -16,15 +21,19 @@ def device() -> torch.device:
     return torch.device("cuda" if torch.cuda.is_available() else "cpu")
 
 
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Attend:
     """Weighted attention by one implementation, whose new buffers hold NaN until they are written."""
     poison(monkeypatch)
-    return by_reference if request.param == "reference" else by_kernel
+    choices: dict[str, Attend] = {"reference": by_reference, "native": by_native, "kernel": by_kernel}
+    return choices[request.param]
 
 
-@pytest.fixture(params=["reference", pytest.param("kernel", marks=needs_triton)])
+@pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     """One implementation of the operation that a test file is named after; new buffers hold NaN until written."""
+    operation = request.module.__name__.rpartition(".test_")[2]
+    if request.param == "native" and operation not in native.OPERATIONS:
+        pytest.skip(f"{operation} has no program in C")
     poison(monkeypatch)
-    return importlib.import_module(f"kvsketch.ops.{request.module.__name__.rpartition('.test_')[2]}.{request.param}")
+    return importlib.import_module(f"kvsketch.ops.{operation}.{request.param}")

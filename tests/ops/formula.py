@@ -12,10 +12,14 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import Codec, CodedSlots, encode
+from kvsketch.ops.common import native
 from kvsketch.ops.weighted_attention import Arguments, Attended, reference
 
 Attend = Callable[..., Attended]
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+needs_compiler = pytest.mark.skipif(
+    torch.cuda.is_available() or native.library() is None, reason="programs in C run on a CPU with a compiler"
+)
 
 
 def poison(monkeypatch: pytest.MonkeyPatch, integer: int = 3) -> None:
@@ -121,6 +125,16 @@ def direct(
 def by_reference(*arguments: Any, **options: Any) -> Attended:
     """The reference, with the arguments of the operation."""
     return reference.weighted_attention(Arguments(*arguments, **options))
+
+
+def by_native(*arguments: Any, **options: Any) -> Attended:
+    """The program in C, with the arguments of the operation; calls that it leaves to the reference are skipped."""
+    from kvsketch.ops.weighted_attention import native as program
+
+    call = Arguments(*arguments, **options)
+    if not program.supported(call):
+        pytest.skip("a call for the reference")
+    return program.weighted_attention(call)
 
 
 def by_kernel(

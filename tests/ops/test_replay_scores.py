@@ -40,7 +40,9 @@ def direct(
     return scores
 
 
-def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_scores_are_the_definition(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv("KVSKETCH_KERNELS", kernels)
     monkeypatch.setattr(reference, "MAX_LOGITS", {"cpu": 200})
     values = inputs(count=23)
     hidden = torch.tensor([0, 5])
@@ -52,8 +54,10 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.testing.assert_close(result, direct(*values, 0.4, [0, 5], copies), atol=1e-6, rtol=1e-5)
 
 
-def test_chunks_know_nothing_of_each_other() -> None:
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_chunks_know_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
     """Two chunks of one call; the second row's padding reaches into the second, and the first looks at no sinks."""
+    monkeypatch.setenv("KVSKETCH_KERNELS", kernels)
     again, q, k, sinks = inputs(count=46)
     result = replay_scores(again, q, k, sinks, 0.4, chunks=2, bare=1, hidden=torch.tensor([5, 30]))
     for number, pads in enumerate(([5, 23], [0, 7])):

@@ -1,31 +1,37 @@
 """kvsketch compare and demo: every method answers a question about a text; a table and a picture.
 
-`demo` is `compare` on a built-in text with a passkey in it, at equal bytes; an answer is right if it has the passkey.
+`demo` first asks ten questions about a text, from the full cache and from 1/8 of its bytes, and counts right answers.
+Then it is `compare` with a passkey in that text, at equal bytes; an answer is right if it has the passkey.
 """
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Table
 
 from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
 from kvsketch.cli.generate import file_text, require_positions
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
-from kvsketch.cli.output import remarks
+from kvsketch.cli.output import megabytes, remarks, results
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from kvsketch.compare.answers import Compared
+    from kvsketch.compare.questions import Answered
     from kvsketch.methods import Method
 
 ANSWER_WIDTH = 96
 OPENING = "The pass key is"  # of the answer to the demo's question
 MOST = 10  # tokens of it
+ASKED = ("full", "rehearse:budget=1/8")  # of the ten questions
+CHAT = 100  # tokens that a chat template, a question and its answer take at most
 COLUMNS: dict[str, Callable[[Compared], str]] = {
     "stored": lambda row: f"{row.tokens_stored:,}",
     "cache": cache_size,
@@ -87,21 +93,27 @@ def compare(
 
 
 def demo(
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="A text of yours (UTF-8, Markdown or PDF), - for standard input; else a speech."),
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=200, help="Length of the prompt.")] = 2000,
+    tokens: Annotated[int, typer.Option(min=200, help="Length of the prompt; a longer file is cut.")] = 2000,
     depth: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where the passkey hides: 0 start, 1 end.")] = 0.5,
     budgets: BudgetsOption = "1/8",
     budgets_in: Annotated[str, typer.Option(help="What a budget is a share of: bytes or tokens.")] = "bytes",
     methods: MethodsOption = "all",
-    seed: Annotated[int, typer.Option(help="Chooses the document and the passkey.")] = 1,
+    seed: Annotated[int, typer.Option(help="Chooses the speech, the codes and the passkey.")] = 1,
+    questions: Annotated[bool, typer.Option(help="Ask the ten questions first.")] = True,
     out: Annotated[Path | None, typer.Option(help="Folder for demo.json and demo.png.")] = None,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Hide a passkey in a long document and see which caches still find it."""
+    """Ask ten questions about a text, with all of the cache and an eighth of it; then see what every method finds."""
     if budgets_in not in ("bytes", "tokens"):
         raise ValueError(f"--budgets-in {budgets_in} is not possible; use bytes or tokens")
+    text = "" if file is None else file_text(file)
 
     import torch
 
@@ -114,17 +126,59 @@ def demo(
     require_positions(model, loaded, None, tokens)
     if out is not None:
         out.mkdir(parents=True, exist_ok=True)
-    document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed)
+    name = "a speech" if file is None else file.name
+    asked = _ten_questions(loaded, tokenizer, tokens, seed, text) if questions else []
+    if asked and not as_json:
+        _show_questions(asked, f"Ten questions about {name}, {asked[0].tokens_seen:,} tokens, with {model}")
+    document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed, text=text)
     opening = tokenizer(OPENING, add_special_tokens=False, return_tensors="pt")["input_ids"]
     ids = torch.cat([document.input_ids, opening], 1).to(loaded.device)
     refused: list[str] = []
     record = {
-        "model": model, "prompt_tokens": document.input_ids.shape[1], "depth": depth, "seed": seed,
-        "passkey": document.passkey, "budgets_in": budgets_in, "refused": refused,
+        "model": model, "file": name, "questions": [dataclasses.asdict(each) for each in asked],
+        "prompt_tokens": document.input_ids.shape[1], "depth": depth, "seed": seed, "passkey": document.passkey,
+        "budgets_in": budgets_in, "refused": refused,
     }  # fmt: skip
-    title = f"{model}, prompt of {ids.shape[1]:,} tokens, passkey {document.passkey} at depth {depth:g}"
+    title = (
+        f"Every method: one passkey, {document.passkey}, at depth {depth:g} of {ids.shape[1]:,} tokens, with {model}"
+    )
     rows = _rows(loaded, tokenizer, ids, chosen, refused, passkey=document.passkey, unit=budgets_in, most=MOST)
-    show("demo", title, record, rows, COLUMNS, summary(rows, document.passkey), out, as_json)
+    notes = [*summary(rows, document.passkey), *_shares(loaded, budgets_in)]
+    show("demo", title, record, rows, COLUMNS, notes, out, as_json)
+
+
+def _ten_questions(model: Any, tokenizer: Any, tokens: int, seed: int, text: str) -> list[Answered]:
+    """The answers of the full cache, and of an eighth of its bytes."""
+    from kvsketch.compare.questions import ask_all
+    from kvsketch.models import texts
+
+    hidden = texts.codes_document(tokenizer, tokens - CHAT, seed, text)
+    return with_progress(ask_all(model, tokenizer, hidden.text, hidden.codes, ASKED), ASKED)
+
+
+def _show_questions(asked: Sequence[Answered], title: str) -> None:
+    """How many answers are right, and which are wrong."""
+    table = Table(box=None, header_style="bold", pad_edge=False, title=escape(title), title_justify="left")
+    for column in ("method", "right", "wrong", "cache", "of bf16"):
+        table.add_column(column, justify="left" if column == "method" else "right")
+    for each in asked:
+        wrong = len(each.wrong)
+        right = len(each.answers) - wrong
+        table.add_row(each.method, str(right), str(wrong), megabytes(each.device_bytes), f"{each.share:.0%}")
+    results().print(table)
+    lines = ["ten codes were hidden in the text; each was asked for after the text had been compressed"]
+    lines += [f"wrong, {each.method}: {', '.join(each.wrong)} door" for each in asked if each.wrong]
+    for line in lines:
+        results().print(line, markup=False)
+    results().print()
+
+
+def _shares(model: Any, budgets_in: str) -> list[str]:
+    """What budgets are shares of, where the table does not show it."""
+    lines = ["recall methods (quest, clusterkv, infinigen) keep every token; a step reads the budget's share of them"]
+    if budgets_in == "bytes" and model.dtype.itemsize > 2:
+        lines.append("shares are of a bfloat16 cache; in float32, as here, methods without few bits take twice as much")
+    return lines
 
 
 def _rows(

@@ -7,7 +7,7 @@ import importlib.util
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -21,10 +21,13 @@ if TYPE_CHECKING:
 LEFT = ("method", "answer")  # columns of text; the others are numbers
 
 
-def with_progress(compared: Iterable[Compared], methods: Sequence[Any]) -> list[Compared]:
+Row = TypeVar("Row")
+
+
+def with_progress(compared: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
     """The rows, with a bar that names the method at work."""
     columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    rows: list[Compared] = []
+    rows: list[Row] = []
     with Progress(*columns, console=remarks(), transient=True) as progress:
         task = progress.add_task(str(methods[0]), total=len(methods))
         for row in compared:

@@ -60,7 +60,8 @@ def answers(
 ) -> Iterator[Compared]:
     """Yields a row per method for a prompt of ids [1, n]; the first method is the reference that the others diverge
     from. With `refused`, a method that refuses this prompt is listed there and left out. With `unit="bytes"` a budget
-    is a share of the full cache's bytes, and a row names the tokens that it came to.
+    is a share of the bytes of a full cache in half precision, and a row names the tokens that it came to; a recall
+    method, which keeps every token, reads that share of them.
     """
     prefilled = shared_prefill(model, ids[:, :-1])
     reference: list[int] = []
@@ -70,7 +71,8 @@ def answers(
         start = time.perf_counter()
         try:
             text, budget = split(str(method))[0], str(getattr(method, "budget", ""))
-            cache = prefilled.cache(sized(model, text, budget, ids.shape[1] - 1, unit)[0])
+            counted = "tokens" if method.family == "recall" else unit
+            cache = prefilled.cache(sized(model, text, budget, ids.shape[1] - 1, counted, halves=True)[0])
         except ValueError as error:
             if refused is None or expected is None:
                 raise

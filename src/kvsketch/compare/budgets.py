@@ -79,8 +79,12 @@ def in_bytes(method: str) -> str:
     return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
-def sized(model: Any, method: str, budget: str, prompt: int, unit: str, more: int = 0) -> tuple[str, dict[str, Any]]:
+def sized(
+    model: Any, method: str, budget: str, prompt: int, unit: str, more: int = 0, halves: bool = False
+) -> tuple[str, dict[str, Any]]:
     """The text form that a prompt of so many tokens is read with, and what a record says of its budget.
+
+    halves: bytes are counted as if the model ran in half precision, which a CPU's float32 does not.
 
     A budget in bytes is a share of those of a full cache. The most tokens are taken that fit after the prompt, with
     weights, index and state, as computed from the tensors that a cache will have (`cache.memory`); with `more`, after
@@ -89,8 +93,10 @@ def sized(model: Any, method: str, budget: str, prompt: int, unit: str, more: in
     if unit == "tokens" or not budget:
         return with_budget(method, budget), {}
     method = in_bytes(method)
-    total, sizes = prompt + more, memory.sizes_of(model, prompt)
-    limit, full = min(1.0, Size.parse(budget).of(total) / total), memory.sizes_of(model, total).full
+    total, sizes, whole = prompt + more, memory.sizes_of(model, prompt), memory.sizes_of(model, prompt + more)
+    if halves:
+        sizes, whole = (dataclasses.replace(each, itemsize=2) for each in (sizes, whole))
+    limit, full = min(1.0, Size.parse(budget).of(total) / total), whole.full
     fewest = min(prompt, least_tokens(method))
     taken = sizes.bytes(parse_method(with_budget(method, fewest)), more=more)
     if taken is None:

@@ -31,6 +31,8 @@ LONGEST_SPEECH = "1981-Carter-1"
 INTRODUCTION = "A pass key is hidden in the following text. Find it and remember it.\n\n"
 HIDDEN_SENTENCE = "The pass key is {passkey}. Remember it: {passkey} is the pass key. "
 QUESTION = "What is the pass key? Answer with the number."
+DOORS = ("red", "green", "blue", "yellow", "white", "black", "silver", "golden", "purple", "orange")
+CODE = "The code of the {door} door is {code}. "
 # After a full stop that ends a word, not an initial or a number, before a capital letter; or between paragraphs.
 SENTENCE_BREAK = re.compile(r"(?<=[a-z][.!?])\s+(?=[A-Z])|\n\n+")
 # English prose has fewer characters per token with any tokenizer, so this much text is always enough.
@@ -73,18 +75,19 @@ def passkey_document(
     depth: float = 0.5,
     seed: int = 0,
     among: Sequence[str] = (),
+    text: str = "",
 ) -> PasskeyDocument:
     """Hide a five-digit passkey at a relative depth of real text, the whole chat prompt about `tokens` tokens long.
 
     The prompt is never longer than `tokens` and at most a sentence shorter. The seed chooses the passkey and the speech
     that the text begins with; where one speech is too short, the following ones are appended. `among`: the speeches
-    that may be taken, all unless given.
+    that may be taken, all unless given. `text`: in place of speeches; a short one is taken whole.
     """
     if not 0 <= depth <= 1:
         raise ValueError(f"depth {depth} is outside [0, 1]; 0 hides the passkey at the start of the text, 1 at its end")
     chance = random.Random(seed)
     passkey = str(chance.randint(10_000, 99_999))
-    result = sentences(CHARACTERS_PER_TOKEN * tokens, chance, among)
+    result = list(_split(text.strip() + "\n\n")) if text else sentences(CHARACTERS_PER_TOKEN * tokens, chance, among)
 
     def with_sentences(count: int) -> PasskeyDocument:
         return _assemble(tokenizer, result[:count], passkey, depth)
@@ -95,6 +98,8 @@ def passkey_document(
             f"use at least {_length(with_sentences(1))}"
         )
     if _length(with_sentences(len(result))) < tokens:
+        if text:
+            return with_sentences(len(result))
         raise ValueError(
             f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(result)))}"
         )
@@ -114,6 +119,32 @@ def _assemble(tokenizer: PreTrainedTokenizerBase, sentences: list[str], passkey:
     text = (INTRODUCTION + before + HIDDEN_SENTENCE.format(passkey=passkey) + after).rstrip()
     prompt = encode_chat(tokenizer, f"{text}\n\n{QUESTION}")
     return PasskeyDocument(text, passkey, QUESTION, prompt["input_ids"])
+
+
+class CodesDocument(NamedTuple):
+    """A text that hides a code for each of ten doors."""
+
+    text: str
+    codes: dict[str, str]  # by door
+
+
+def codes_document(tokenizer: PreTrainedTokenizerBase, tokens: int, seed: int = 0, text: str = "") -> CodesDocument:
+    """Hides ten codes at equal distances in at most `tokens` tokens of real text, or of `text`."""
+    chance = random.Random(seed)
+    codes = {door: str(chance.randint(10_000, 99_999)) for door in DOORS}
+    facts = [CODE.format(door=door, code=code) for door, code in codes.items()]
+    own = list(_split(text.strip() + "\n\n")) if text else sentences(CHARACTERS_PER_TOKEN * tokens, chance)
+    room, taken = tokens - sum(len(tokenizer(fact)["input_ids"]) for fact in facts), 0
+    for sentence in own:
+        room -= len(tokenizer(sentence)["input_ids"])
+        taken += room >= 0
+    if taken < len(facts):
+        raise ValueError(
+            f"{tokens} tokens hold {taken} sentences of the text beside ten codes; use more tokens, or a longer text"
+        )
+    places = {(2 * number + 1) * taken // (2 * len(facts)): fact for number, fact in enumerate(facts)}
+    parts = [places.get(number, "") + sentence for number, sentence in enumerate(own[:taken])]
+    return CodesDocument("".join(parts).rstrip(), codes)
 
 
 def _length(document: PasskeyDocument) -> int:

@@ -95,10 +95,11 @@ def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refi
     plain = slots.plain()
     # Queries come in no order, and the held-back ones lie behind the others.
     fit = q.shape[1] - q.shape[1] // HELD_BACK
-    gram = squared(a[:, :fit])
-    w = fitted_weights(gram, a[:, :fit], share[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
-    if ends:
-        values, parts = solved_values(a[:, :fit], w, plain, target[:, :fit])
+    exact = a[:, :fit].double() if ends else None
+    gram = squared(a[:, :fit] if exact is None else exact)
+    w = fitted_weights(gram.to(a.dtype), a[:, :fit], share[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
+    if exact is not None:
+        values, parts = solved_values(gram, exact, w, plain, target[:, :fit])
     else:
         values, parts = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
     return _guarded(slots, w, values, parts, plain, Kept(a[:, fit:], target[:, fit:], share[:, fit:]))
@@ -146,7 +147,7 @@ def squared(a: Tensor) -> Tensor:  # [N, K, K]
     if a.is_cuda:
         return torch.bmm(a.mT, a)
     # What lies below the diagonal is copied: 7 of 12 products are enough.
-    count, x = a.shape[2], a.float()
+    count, x = a.shape[2], a if a.dtype == torch.float64 else a.float()
     gram, block = a.new_empty(len(a), count, count), max(128, count // 6)
     for start in range(0, count, block):
         own = slice(start, start + block)
@@ -193,17 +194,19 @@ def fitted_values(
     return stepped_values(state, plain)
 
 
-def solved_values(a: Tensor, w: Tensor, plain: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """As `fitted_values`, to the end, in float64: V' = V_K + (X'X + r' I)^-1 X'(diag(A w) O - X V_K), X = A diag(w)."""
+def solved_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+    """As `fitted_values`, to the end: V' = V_K + (X'X + r' I)^-1 X'(diag(A w) O - X V_K), X = A diag(w).
+
+    gram and A are float64.
+    """
     weight, start = w.double().unsqueeze(-1), plain.double()
-    x = a.double() * weight.mT
-    gram = x.mT @ x
+    gram = gram * weight * weight.mT
     ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1), RIDGES[1])
-    missing = x.mT @ (x.sum(-1, keepdim=True) * target.double() - x @ start)
+    missing = a.mT @ ((a @ weight) * target.double() - a @ (weight * start)) * weight
     gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
     # Does not raise where something is not finite: what comes of it loses against the plain slots.
     values = start + torch.cholesky_solve(missing, torch.linalg.cholesky_ex(gram).L)
-    return values.to(plain.dtype), (values * weight).to(a.dtype)
+    return values.to(plain.dtype), (values * weight).float()
 
 
 def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]

@@ -1,6 +1,7 @@
 """What operations share.
 
-dispatch      which implementation runs a call: the Triton kernel or the torch reference
+dispatch      which implementation runs a call: the Triton kernel, the program in C or the torch reference
+native        programs in C for a CPU: compiled at first use
 device        what launch sizes depend on
 early_start   launches that overlap the kernel before them
 tensors       dtypes, strides and alignment that operations take

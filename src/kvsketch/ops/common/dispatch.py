@@ -1,4 +1,4 @@
-"""The one rule that chooses between an operation's Triton kernel and its torch reference."""
+"""The one rule that chooses between an operation's Triton kernel, its program in C and its torch reference."""
 
 from __future__ import annotations
 
@@ -11,29 +11,43 @@ from typing import Any
 
 import torch
 
+from kvsketch.ops.common import native
+
 KERNEL_CHOICES = ("auto", "reference")
 
 
 def implementation(operation: str, device: torch.device, *call: Any) -> ModuleType:
-    """The module that runs a call: the kernel where the device has one that supports the call, else the reference."""
-    kernel = kernel_for(operation, device)
+    """The module that runs a call: a kernel or program where the device has one for it, else the reference."""
+    kernel = native_for(operation) if device.type == "cpu" else kernel_for(operation, device)
     return kernel if kernel is not None and kernel.supported(*call) else reference_of(operation)
 
 
 def kernel_for(operation: str, device: torch.device) -> ModuleType | None:
     """The module with the Triton kernel of an operation, or None where the reference is to be used."""
+    return None if _only_references() or device.type != "cuda" else _load_kernel(operation)
+
+
+def native_for(operation: str) -> ModuleType | None:
+    """The module with the C program of an operation for a CPU, or None where the reference is to be used."""
+    return None if operation not in native.OPERATIONS or _only_references() else _load_native(operation)
+
+
+def _only_references() -> bool:
     choice = os.environ.get("KVSKETCH_KERNELS", "auto")
     if choice not in KERNEL_CHOICES:
         raise ValueError(f"KVSKETCH_KERNELS={choice!r} is not one of {', '.join(KERNEL_CHOICES)}; unset it or use one.")
-    if choice == "reference" or device.type != "cuda":
-        return None
-    return _load_kernel(operation)
+    return choice == "reference"
 
 
 @functools.cache
 def reference_of(operation: str) -> ModuleType:
     """The module with the torch reference of an operation; it imports the operation's package, so it comes late."""
     return importlib.import_module(f"kvsketch.ops.{operation}.reference")
+
+
+@functools.cache
+def _load_native(operation: str) -> ModuleType | None:
+    return None if native.library() is None else importlib.import_module(f"kvsketch.ops.{operation}.native")
 
 
 @functools.cache

@@ -1,0 +1,72 @@
+/* One vector in few bits, as reference.py computes it: codes and steps are equal bit for bit.
+
+   All sums are sums of integers that their type holds, exact in any order. */
+
+typedef struct {
+    int64_t size;
+    int64_t bits;
+    const float *integers; /* [D, D], T transposed */
+    float unit, norm;
+} Codec;
+
+static inline void pack(uint8_t *codes, const uint8_t *levels, int64_t size, int bits) {
+    if (bits == 8) {
+        memcpy(codes, levels, size);
+        return;
+    }
+    const int width = bits == 3 ? 2 : bits, parts = 8 / width, mask = (1 << width) - 1;
+    for (int64_t d = 0, n = size / parts; d < n; d++) {
+        codes[d] = 0;
+        for (int part = 0; part < parts; part++) codes[d] |= (levels[d + part * n] & mask) << (part * width);
+    }
+    if (bits == 3)
+        for (int64_t d = 0, n = size / 8; d < n; d++) {
+            codes[size / 4 + d] = 0;
+            for (int part = 0; part < 8; part++) codes[size / 4 + d] |= (levels[d + part * n] >> 2) << part;
+        }
+}
+
+static inline float power_of_two(int32_t exponent) {
+    const int32_t bits = exponent << 23;
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+
+static inline void encode_one(const Codec *codec, const float *x, const float *center, uint8_t *codes, _Float16 *step) {
+    const int64_t size = codec->size;
+    const int top = (1 << codec->bits) - 1;
+    float n[MOST], y[MOST] = {0};
+    uint8_t levels[MOST];
+    int32_t largest = 0;
+    for (int64_t d = 0; d < size; d++) {
+        int32_t bits;
+        n[d] = center ? x[d] - center[d] : x[d];
+        memcpy(&bits, n + d, 4);
+        bits &= 0x7FFFFFFF;
+        largest = bits > largest ? bits : largest;
+    }
+    int32_t exponent = largest >> 23 > 127 - 45 ? largest >> 23 : 127 - 45;
+    const int finite = exponent < 255;
+    double squares = 0, along = 0, long_squares = 0;
+    const float up = finite ? power_of_two(268 - exponent) : 0.0f;
+    for (int64_t d = 0; d < size; d++) {
+        n[d] = finite ? rintf(n[d] * up) : 0.0f;
+        squares += (double)n[d] * n[d];
+    }
+    for (int64_t d = 0; d < size; d++) add_scaled(y, codec->integers + d * size, n[d], size);
+    float first = codec->unit * sqrtf((float)squares);
+    first = 1.0f / (first > 0 ? first : 1.0f);
+    for (int64_t d = 0; d < size; d++) {
+        float level = floorf(y[d] * first) + (float)(1 << (codec->bits - 1));
+        level = level < 0 ? 0 : level > top ? top : level;
+        levels[d] = (uint8_t)level;
+        const double z = 2.0 * level - top;
+        along += y[d] * z;
+        long_squares += z * z;
+    }
+    float size_of_step = (float)along / (float)long_squares;
+    size_of_step *= codec->norm * power_of_two(exponent - 14);
+    *step = finite ? (_Float16)(size_of_step > 65504.0f ? 65504.0f : size_of_step) : (_Float16)NAN;
+    pack(codes, levels, size, codec->bits);
+}
