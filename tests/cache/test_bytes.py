@@ -62,11 +62,11 @@ def like(query_heads: int, heads: int, size: int) -> tuple[Any, int]:
 def test_a_chat_grows_by_less_than_the_full_cache_while_tokens_wait(shape: tuple[int, int, int]) -> None:
     """Tokens wait with queries, of which there are several for each key, and room is made ahead of them."""
     model, token = like(*shape)
-    cache, ids = CompressedCache(model, "rehearse"), zoo.tokens(1, 480)
+    cache, ids = CompressedCache(model, "rehearse"), zoo.tokens(1, 360)
     with torch.no_grad():
         model(ids[:, :200], past_key_values=cache)
         before = cache.device_bytes
-        for new in range(1, 280):
+        for new in range(1, 160):
             model(ids[:, 199 + new : 200 + new], past_key_values=cache)
             # A step of room, of 32 tokens, is made before the first of them comes.
             assert new < 48 or cache.device_bytes - before < 0.95 * token * new, new

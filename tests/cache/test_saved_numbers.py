@@ -93,7 +93,7 @@ def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
         "shorter scores": ("h2o:budget=16:recent=4", lambda t: setattr(t.state, "score", torch.zeros(1, 2, 3))),
         "queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[:, :3])),
         "shorter queries": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[..., 2:])),
-        "earlier queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", torch.zeros(1, 3, 50, 8))),
+        "queries in another dtype": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries.float())),
         "whole numbers as keys": ("full", lambda t: setattr(t, "keys", t.keys.moved(torch.Tensor.long))),
     }  # fmt: skip
 

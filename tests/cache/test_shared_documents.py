@@ -213,20 +213,20 @@ def test_a_long_tail_is_compressed_and_the_document_stays_as_it_is(method: str) 
     kvsketch.prefill(model, zoo.tokens(1, ASKED, seed=5), other)
     expected = tensors_of(other)
     kvsketch.prefill(model, zoo.tokens(1, 100, seed=6), one)
-    for token in zoo.tokens(1, 140, seed=7).split(1, 1):
+    for token in zoo.tokens(1, 76, seed=7).split(1, 1):
         kvsketch.prefill(model, token, one)
     for after, held in ((tensors_of(document), before), (tensors_of(other), expected)):
         assert all(torch.equal(a, b) for a, b in zip(after, held, strict=True))
     tables = [layer.table for layer in one.slot_layers]
-    assert tables[0].seen == 240 and one.tokens_seen == LENGTH + 240
+    assert tables[0].seen == 176 and one.tokens_seen == LENGTH + 176
     if method.startswith("full"):
-        assert one.tokens_stored == 240
+        assert one.tokens_stored == 176
         return
     # Half of what it has read and what waits; a budget of its own, in which the document has no part.
     used = torch.stack([table.used_slots() for table in tables]).double().mean()
     waiting = one.method.queue(tables[0]).count
-    assert 0 < waiting < 64 and tables[0].settled == 240 - waiting
-    prompt = max(100, min(tables[0].settled, getattr(one.method, "chunk", 240)))
+    assert 0 < waiting < 64 and tables[0].settled == 176 - waiting
+    prompt = max(100, min(tables[0].settled, getattr(one.method, "chunk", 176)))
     assert float(used) <= prompt // 2 + waiting + 1
     assert one.device_bytes == sum(tensor.nbytes for tensor in tensors_of(one))
 

@@ -207,19 +207,6 @@ def test_a_host_store_learns_what_the_device_learns() -> None:
     torch.testing.assert_close(stored[0].abs(), stored[1].abs(), atol=1e-4, rtol=1e-4)
 
 
-def test_directions_of_an_earlier_version_stay_until_the_tokens_have_doubled() -> None:
-    """A saved cache of 90 tokens that does not say when it learned."""
-    method, text = InfiniGen(budget=40, skip_layers=0), Text(185)
-    table = text.read(method, [90])
-    table.state.learned, table.state.learn_next = None, 0
-    before = projector(table)
-    for start in range(90, 182):
-        part = [t[:, :, start : start + 1] for t in (text.keys, text.values, text.queries)]
-        table.append(part[0], part[1])
-        method.compress(table, part[2])
-        assert torch.equal(projector(table), before) == (start + 1 < 182), "91 tokens when it was first looked at"
-
-
 @pytest.mark.parametrize("speculate", ["own", "previous"])
 @pytest.mark.parametrize("projection", ["k_proj", "q_proj", "v_proj"])
 @pytest.mark.parametrize("check", [False, True])

@@ -197,23 +197,6 @@ def test_queries_wait_alike_however_their_tokens_came(model: Any, pads: list[int
     assert (first - second).norm() < 0.05 * first.norm() and first.norm(dim=-1).min() > 0
 
 
-@pytest.mark.parametrize("method", ["rehearse", "expected"])
-def test_queries_of_an_earlier_file_are_coded_when_it_is_loaded(model: Any, method: str, tmp_path: Path) -> None:
-    """They were all there, in half precision."""
-    cache, ids = CompressedCache(model, method), zoo.tokens(1, 120)
-    read(model, cache, ids, torch.ones_like(ids), [(0, 100), (100, 110)])
-    state = cache.slot_layers[1].table.state
-    room, whole = state.room, torch.randn(1, 4, state.room, 16).bfloat16()
-    expected = torch.zeros_like(state.queries)
-    ops.keep_queries(expected, whole, torch.zeros(1, dtype=torch.int64), 2)
-    state.queries = whole
-    cache.save(tmp_path / "cache.kvs")
-    loaded = CompressedCache.load(tmp_path / "cache.kvs", model)
-    result = loaded.slot_layers[1].table.state
-    assert result.room == room and torch.equal(result.queries, expected)
-    read(model, loaded, ids, torch.ones_like(ids), [(110, 111), (111, 120)])
-
-
 def test_generate_runs_and_a_text_names_it(model: Any) -> None:
     text = "rehearse:budget=1/2:recent=8"
     out = generate(model, zoo.tokens(1, 120), CompressedCache(model, text))

@@ -105,7 +105,7 @@ def test_the_model_overflows_for_one_token_alone() -> None:
 @pytest.mark.parametrize("method", thinned(METHODS))
 def test_a_request_whose_activations_are_not_finite_harms_no_other(method: str, start: Any) -> None:
     """Others are served before, beside and after it, in its row and in those next to it."""
-    asked = [Request(prompt(i, n), count) for i, (n, count) in enumerate([(66, 30), (75, 14), (65, 9), (80, 20)])]
+    asked = [Request(prompt(i, n), count) for i, (n, count) in enumerate([(66, 16), (75, 6), (65, 5), (80, 8)])]
     clean = start(method)
     wanted = [list(clean.submit(request)) for request in asked]
     engine = start(method)
@@ -126,7 +126,7 @@ def test_a_request_whose_activations_are_not_finite_harms_no_other(method: str, 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("method", ["full", "h2o:budget=16", "kvzip:sinks=2", "rehearse:bits=16", "rehearse"])
 def test_the_next_request_in_half_precision_too(method: str, dtype: torch.dtype, start: Any) -> None:
-    request = Request(prompt(0, 66), 20)
+    request = Request(prompt(0, 66), 10)
     wanted = list(start(method, model=model(dtype)).submit(request))
     engine = start(method, model=model(dtype))
     for when in ("prompt", "answer"):

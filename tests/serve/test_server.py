@@ -442,7 +442,7 @@ def test_a_short_document_is_kept_whole_and_listed_so(loaded: tuple[Any, Any], t
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seconds", [0.02, 6.0])
+@pytest.mark.parametrize("seconds", [0.02, 4.0])
 def test_an_answer_that_takes_too_long_ends_with_an_error(
     loaded: tuple[Any, Any], slow: Slow, tmp_path: Path, seconds: float, stream: bool
 ) -> None:
@@ -456,7 +456,7 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(
         took, slow.seconds = time.monotonic() - begun, 0.0
         error = json.loads(told.strip().rpartition("data: ")[2]) if stream else told
         assert "longer than 0.5 s" in error["error"]["message"] and "--answer-seconds" in error["error"]["message"]
-        assert (status, error["error"]["code"]) == (200 if stream else 504, "answer_timeout") and took < 5.5
+        assert (status, error["error"]["code"]) == (200 if stream else 504, "answer_timeout") and took < 3.5
         assert ("text" in told) == (stream and seconds < 0.5), "what came before is not lost"
         assert wait_for(lambda: busy(made) == 0)
         assert call(made, "POST", "/v1/completions", {**body, "max_tokens": 3})[0] == 200

@@ -47,8 +47,6 @@ class Method(Parameters):
     looks_at_question: ClassVar[bool] = False  # whether the end of a prompt decides what stays
     # Parameters of other methods that it cannot have, and why.
     lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
-    # Defaults of earlier versions, whose saved files name only what differed from them.
-    earlier_defaults: ClassVar[dict[str, str]] = {}
     keeps_all: ClassVar[bool] = False  # whether every token stays, and no budget bounds what it holds
     budget_is_mean: ClassVar[bool] = False  # whether heads share a budget, so that it bounds the mean over heads
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace

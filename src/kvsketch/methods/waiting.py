@@ -415,18 +415,6 @@ class WaitingMethod(BudgetedMethod):
             # Slots and queries have room for the same tokens.
             queue.make_room(max(state.room - queue.count, queue.ahead(queue.count)))
 
-    def adopt(self, table: SlotTable) -> None:
-        """Turns the queries of an earlier file, whose shapes are checked, into what is stored today."""
-        state = table.state_of(Waiting)
-        if state.queries is None or not state.queries.is_floating_point() or table.empty:
-            return
-        # Earlier files hold all of them in half precision: [B, Hq, room, D].
-        whole, state.queries = state.queries, None
-        if whole.dim() != 4 or whole.shape[1] % table.shape[1]:
-            raise ValueError(f"queries {list(whole.shape)} are not those of {table.shape[1]} KV heads")
-        state.queries = self.queue(table).empty(whole, whole.shape[2])
-        ops.keep_queries(state.queries, whole, torch.zeros(1, dtype=torch.int64, device=whole.device), table.shape[1])
-
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)
         return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM

@@ -131,6 +131,10 @@ class PlainSlots:
         """Without the slots [start, end); of coded ones those that are not coded yet."""
         return PlainSlots(tensors.removed(self.read, start, end))
 
+    def narrowed(self, bits: int) -> PlainSlots:
+        """What is coded in fewer bits around the same center; what is exact or not coded yet stays."""
+        return self
+
     def exact_before(self, end: int) -> PlainSlots:
         """With exact vectors before slot `end` alone: kernels know one list of them for keys and values."""
         return self
@@ -263,7 +267,6 @@ class SlotCodes(CodedSlots):
         return replace(self, fresh=left) if left.shape[2] else replace(self, fresh=None, tail=0)
 
     def narrowed(self, bits: int) -> SlotCodes:
-        """In fewer bits around the same center; what is exact or not coded yet stays."""
         if bits == self.codec.bits:
             return self
         codec, steps = replace(self.codec, bits=bits), self.steps.float().unsqueeze(-1)

@@ -486,8 +486,7 @@ class SlotTable(Contents):
     def choose_bits(self, keys: int) -> None:
         """A prompt has chosen the bits of keys: what is coded already gets them."""
         self.chosen_bits, self.rounding = keys, None
-        if isinstance(self.keys, SlotCodes):
-            self.keys = self.keys.narrowed(keys)
+        self.keys = self.keys.narrowed(keys)
 
     def replace_values(self, slots: Tensor, values: Tensor) -> None:
         """Gives the slots [B, H, m] of a table of equal heads, negative: none, the values [B, H, m, Dv]."""

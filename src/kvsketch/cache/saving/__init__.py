@@ -33,7 +33,7 @@ from kvsketch.slots.heads import HeadShare
 from kvsketch.slots.tensors import plain
 
 KIND = "kvsketch-cache"
-VERSION = "2"
+VERSION = "3"
 # Raised by a description that fits its checksum and still is none that this version writes.
 MISFITS = (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
@@ -90,9 +90,9 @@ class SavedCache:
     def __init__(self, file: Path, content: Any, tensors: Any) -> None:
         self._file, self._tensors = file, tensors
         self.method = _method(file, content["method"])
-        self.options, self.model, self.read = content["options"], content["model"], content.get("read", {})
-        self.about: dict[str, str] = content.get("about", {})
-        self.promise: dict[str, Any] | None = content.get("promise")
+        self.options, self.model, self.read = content["options"], content["model"], content["read"]
+        self.about: dict[str, str] = content["about"]
+        self.promise: dict[str, Any] | None = content["promise"]
         self._layers = content["layers"]
 
     def fill(self, layers: Sequence[Any], model: Any, identity: ModelIdentity, head_share: HeadShare | None) -> None:
@@ -151,10 +151,7 @@ def _method_text(method: Method) -> str:
 def _method(file: Path, text: Any) -> Method:
     """The method that a file names. A file runs no code: a method from outside has to be imported or installed."""
     try:
-        method = parse_method(text, importing=False)
-        named = {part.partition("=")[0] for part in text.split(":")}
-        earlier = [f"{name}={value}" for name, value in method.earlier_defaults.items() if name not in named]
-        return parse_method(":".join([text, *earlier]), importing=False)
+        return parse_method(text, importing=False)
     except ValueError as error:
         raise ValueError(
             f"{file} was saved with a method that kvsketch {kvsketch.__version__} does not know: {error}"

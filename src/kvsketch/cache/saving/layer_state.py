@@ -19,7 +19,6 @@ from torch import Tensor
 
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
-from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.codes import PARTS, PlainSlots, SlotCodes
@@ -124,7 +123,6 @@ class LayerReader:
             setattr(layer, name, self._decode(value))
 
     def _table(self, new: SlotTable, method: Method, saved: dict[str, Any]) -> SlotTable:
-        saved = {"capacity": None, "chosen_bits": 0, **saved}  # earlier files do not name them
         _require_names("a table", saved, (*SAVED, "state", "hot", "host"))
         values = {name: self._decode(saved[name]) for name in SAVED if name != "layout"}
         if (values["keys"] is None) != (values["values"] is None):
@@ -139,8 +137,6 @@ class LayerReader:
             raise ValueError("the tensors of a table do not fit each other")
         table = replace(new, **values) if True in exact else new.bounded_kind(**vars(new) | values | own)
         require_shapes(table)
-        if isinstance(method, WaitingMethod):
-            method.adopt(table)
         if saved["host"] is not None:
             table = replace(table, host=self._store(table, saved["host"]["store"]))
         require_ranges(table)
@@ -151,10 +147,9 @@ class LayerReader:
         if saved["version"] != kind.version:
             raise ValueError(f"{kind.__name__} has version {saved['version']} in the file and {kind.version} here")
         roles = {f.name: f.metadata["role"] for f in fields(kind)}
-        present = {name: value for name, value in saved["fields"].items() if value is not None}
-        if unknown := present.keys() - roles.keys():
+        if unknown := saved["fields"].keys() - roles.keys():
             raise ValueError(f"{kind.__name__} has no {', '.join(sorted(unknown))} here")
-        state = kind(**{name: self._decode(v, roles[name] == HOST) for name, v in present.items()})
+        state = kind(**{name: self._decode(v, roles[name] == HOST) for name, v in saved["fields"].items()})
         if wrong := [n for n, r in roles.items() if r != NUMBER and not isinstance(getattr(state, n), Tensor | None)]:
             raise ValueError(f"{kind.__name__} holds no tensor at {', '.join(wrong)}")
         return state

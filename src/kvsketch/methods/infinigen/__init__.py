@@ -142,12 +142,11 @@ class InfiniGen(RecallingMethod):
         if state.skew is None:
             state.skew = keys.new_zeros(batch, heads, size, math.ceil(self.ratio * size))
             state.learned = torch.zeros_like(real)
-        # A cache of an earlier version learned before it was saved.
-        unknown = state.learned is None
-        state.learned = learned = real.clone() if state.learned is None else state.learned
+        learned = state.learned
+        assert learned is not None
         all_rows = self.budget_tokens(table)
         budget = torch.full_like(real, all_rows) if state.budgets is None else state.budgets.long()
-        rows = torch.arange(0 if unknown else batch, device=keys.device)
+        rows = torch.arange(batch, device=keys.device)
         if table.padding is not None:
             rows = (real >= torch.maximum(GROWTH * learned, budget)).nonzero().flatten()
         padding = None if table.padding is None else table.padding[rows]

@@ -59,7 +59,6 @@ class SubGen(BudgetedMethod):
     paper: ClassVar[str] = "arXiv 2402.06082"
     look: ClassVar[tuple[str, ...]] = ("#c0432b", "o")
     random: ClassVar[bool] = True
-    earlier_defaults: ClassVar[dict[str, str]] = {"normalizer": "clipped", "rho": "4.0"}
     State: ClassVar[type[slots.Structure]] = slots.Structure
     placeless: ClassVar[str] = "for it holds a token in several slots, whose weights estimate sums over the whole text"
     recent: Size | int | str = "25%"
