@@ -4,6 +4,8 @@ requests.py     what an engine is asked and how it answers: Request, Ticket, Eng
 engine.py       the engine: rows that join and leave over one decode step, or take steps by themselves
 schedule.py     who waits, whose prompt is read and who runs
 text.py         messages to token ids, and answers that grow token by token
+spans.py        which tokens of a chat are what: tool results, thinking and so on
+chats.py        caches of chats between two turns
 documents.py    texts that are read once and kept on disk
 held.py         what a cache holds of a text, for people
 files.py        the text of a file
