@@ -147,7 +147,8 @@ class Agent:
         self.prefilled += len(ids) - known
         if self.shares:
             cache.compact(finished_spans(self.template, messages, [agent_runs.TOOL]), self.shares)
-        held, said = (cache.device_bytes, cache.tokens_seen), []
+        held = cache.device_bytes, cache.tokens_seen
+        said: list[int] = []
         ends = {self.template.tokenizer.eos_token_id, *_listed(self.model.generation_config.eos_token_id)}
         while (token := int(logits.argmax(-1))) not in ends and len(said) < most:
             said.append(token)
