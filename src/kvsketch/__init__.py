@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsketch import methods, models, ops
+    from kvsketch.cache.compaction import Span
     from kvsketch.cache.compressed import CompressedCache
     from kvsketch.cache.patches import uninstall
     from kvsketch.cache.sessions import use
@@ -23,6 +24,7 @@ __version__ = "0.1.0"
 __all__ = [
     "METHODS",
     "CompressedCache",
+    "Span",
     "__version__",
     "ask",
     "generate",
@@ -40,6 +42,7 @@ __all__ = [
 _MODULE_OF = {
     "CompressedCache": "kvsketch.cache.compressed",
     "METHODS": "kvsketch.methods",
+    "Span": "kvsketch.cache.compaction",
     "ask": "kvsketch.decode.asking",
     "generate": "kvsketch.decode.captured",
     "methods": "kvsketch.methods",

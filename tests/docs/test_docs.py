@@ -70,7 +70,7 @@ def test_new_method_word_by_word(outside: Path) -> None:
     assert "\nkeynorm " in CliRunner().invoke(app, ["methods"]).stdout
 
 
-@pytest.mark.parametrize("name", ["quickstart", "few_bits", "rehearse", "shared_heads"])
+@pytest.mark.parametrize("name", ["quickstart", "few_bits", "rehearse", "shared_heads", "agents"])
 def test_the_code_of_a_page_runs(name: str, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     indented = [textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)]

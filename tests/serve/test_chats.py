@@ -18,7 +18,6 @@ from tests.helpers import zoo
 
 EIGHTH = {"tool": "1/8"}
 IDS = tuple(zoo.tokens(1, 400)[0].tolist())
-NEVER = {"temperature": 0.0}
 
 
 @pytest.fixture(scope="module")
@@ -40,13 +39,15 @@ def asked(ids: tuple[int, ...], *spans: Span, most: int = 5) -> Request:
 def answered(model: Any, cache: Any, ids: tuple[int, ...], *spans: Span, most: int = 5) -> list[int]:
     """The greedy answer of a cache that has read the first tokens of a transcript."""
     seen, said = cache.tokens_seen, []
-    logits = kvsketch.prefill(model, torch.tensor([ids[seen:]]), cache)
+    device = model.device
+    logits = kvsketch.prefill(model, torch.tensor([ids[seen:]], device=device), cache)
     cache.compact(spans, EIGHTH)
     with torch.no_grad():
         for _ in range(most):
             said.append(int(logits.argmax()))
             if len(said) < most:
-                logits = model(torch.tensor([said[-1:]]), past_key_values=cache, use_cache=True).logits[:, -1]
+                step = torch.tensor([said[-1:]], device=device)
+                logits = model(step, past_key_values=cache, use_cache=True).logits[:, -1]
     return said
 
 
@@ -129,3 +130,22 @@ def test_the_oldest_chats_go_first(model: Any) -> None:
 
 def test_common_beginnings() -> None:
     assert [common((1, 2, 3), each) for each in [(1, 2, 3, 4), (1, 2), (1, 5, 3), (), (9,)]] == [3, 2, 1, 0, 0]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
+def test_recorded_steps_go_on_behind_compacted_spans() -> None:
+    """On a GPU: answers long enough to be replayed from a graph, and turns that go on in what it has written."""
+    model = zoo.build("llama", head_dim=16, max_position_embeddings=16384).cuda()
+    engine, cache = BatchedEngine(model, "rehearse", rows=2, longest=4096, memory=10**8), None
+    ids: tuple[int, ...] = ()
+    for turn in range(3):
+        ids = (*ids, *IDS[100 * turn : 100 * turn + 100])
+        spans = [Span("tool", 133 * each + 10, 133 * each + 90) for each in range(turn)]
+        ticket = engine.submit(asked(ids, *spans, most=33))
+        said = list(ticket)
+        cache = kvsketch.CompressedCache(model, CHAT) if cache is None else cache
+        assert said == answered(model, cache, ids, *spans, most=33)
+        assert ticket.cached_tokens == (len(ids) - 101 if turn else 0)
+        ids = (*ids, *said)
+    engine.close()

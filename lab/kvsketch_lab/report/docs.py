@@ -30,6 +30,7 @@ from typing import Any
 from kvsketch import advice
 from kvsketch_lab.records import Estimate, Record, budget_value, interval_text, latest, mean, read_folder, write_whole
 from kvsketch_lab.report import (
+    agents,
     benchmark_figures,
     benchmarks,
     bits,
@@ -199,7 +200,7 @@ class Numbers:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        tables = (benchmarks, bits, doubt, equal_bytes, evidence, papers, recall, streams, vllm)
+        tables = (agents, benchmarks, bits, doubt, equal_bytes, evidence, papers, recall, streams, vllm)
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG}
         result.filters |= FILTERS
@@ -221,6 +222,8 @@ class Numbers:
     def figures(self) -> Iterator[tuple[str, Any]]:
         """The figures of docs/pictures by name."""
         yield from benchmark_figures.draw(self.benchmarks)
+        if (run := agents.picture(self.records("agents"))) is not None:
+            yield "agents", run
         drawn = [equal_bytes.picture(self.at_equal_bytes, model) for model in self.byte_models()[:1]]
         yield from (("bytes", figure) for figure in drawn if figure is not None)
         for section in self.errors.sections:

@@ -7,6 +7,8 @@ caches.py       the caches that requests read their prompts into
 own_steps.py    decode steps of a request that shares no tables with others
 tokens.py       tokens on their way to the host, and what grammars make of them
 text.py         messages to token ids, and answers that grow token by token
+spans.py        which tokens of a chat are what: tool results, thinking and so on
+chats.py        caches of chats between two turns
 documents.py    texts that are read once and kept on disk
 held.py         what a cache holds of a text, for people
 files.py        the text of a file

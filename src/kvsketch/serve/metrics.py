@@ -24,6 +24,7 @@ MEASURED = {
     "device_bytes": "Device memory of the caches.",
     "bytes_per_row": "Device memory of one running request.",
     "documents_laid": "Documents in the tables that running requests share.",
+    "chats": "Chats whose caches wait for their next turn.",
 }
 
 

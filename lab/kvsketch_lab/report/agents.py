@@ -1,0 +1,95 @@
+"""Runs of an agent: a table, and bytes, tokens read and right answers turn by turn."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+from typing import Any
+
+from kvsketch_lab.records import FAILED, Record, latest, mean
+from kvsketch_lab.report.blocks import Code, table
+from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure
+from kvsketch_lab.report.kinds import model_name
+from kvsketch_lab.report.palette import looks
+
+Data = dict[str, Any]
+FULL = "full"
+HEADS = (
+    "how the run is held", "right answers", "of the system prompt", "of files", "tokens read by a turn", "longest turn",
+    "MB at the end", "of the full cache", "runs",
+)  # fmt: skip
+
+
+def longest(records: Sequence[Record]) -> dict[str, list[Data]]:
+    """The measurements of the longest runs of each model, by how a run is held."""
+    known = [each["data"] for each in latest(records) if each["kind"] == "agents" and FAILED not in each["data"]]
+    result: dict[str, list[Data]] = {}
+    for model in dict.fromkeys(map(model_name, known)):
+        own = [data for data in known if model_name(data) == model]
+        result[model] = [data for data in own if data["turns"] == max(each["turns"] for each in own)]
+    return result
+
+
+def ways(measured: Sequence[Data]) -> dict[str, list[Data]]:
+    """Measurements by what they are called; the full cache is the first."""
+    result: dict[str, list[Data]] = {}
+    for data in sorted(measured, key=lambda data: data["method"] != FULL):
+        limit = f":at={data['summary_at']}" if "summary_at" in data else ""
+        share = f" tool={data['budget']}" if data["budget"] else ""
+        result.setdefault(f"{data['method']}{limit}{share}", []).append(data)
+    return result
+
+
+def tables(records: Sequence[Record]) -> str:
+    """A table for each model."""
+    parts = []
+    for model, measured in longest(records).items():
+        turns = measured[0]["turns"]
+        parts += [f"### {model}, {turns} turns", table(HEADS, _rows(ways(measured)))]
+    return "\n\n".join(parts)
+
+
+def _rows(held: dict[str, list[Data]]) -> list[list[str]]:
+    full = [data["bytes"][-1] for data in held.get(FULL, [])]
+    rows = []
+    for name, runs in held.items():
+        right = [f"{mean([data[part] for data in runs]):.0%}" for part in ("right", "right_system", "right_file")]
+        end = mean([data["bytes"][-1] for data in runs])
+        rows.append([
+            Code(name), *right, f"{mean([mean(data['prefill']) for data in runs]):,.0f}",
+            f"{max(max(data['prefill'][1:]) for data in runs):,}", f"{end / 1e6:,.0f}",
+            f"{end / mean(full):.0%}" if full else "", str(len(runs)),
+        ])  # fmt: skip
+    return rows
+
+
+def picture(records: Sequence[Record]) -> Any | None:
+    """Bytes, tokens read so far and right answers so far, by turn, of the first model; None without one."""
+    measured = next(iter(longest(records).values()), None)
+    if measured is None:
+        return None
+    figure, panels = new_figure(WIDEST, 3.6, 1, 3)
+    held = ways(measured)
+    shown = looks(name.partition(" ")[0] for name in held)
+    for number, (name, runs) in enumerate(held.items()):
+        look = shown[name.partition(" ")[0]]
+        style = {"color": look.colour, "linestyle": line_style(look), "linewidth": 1.4, "alpha": 1 - 0.08 * number}
+        for axes, curve in zip(panels, _curves(runs), strict=True):
+            axes.plot(range(1, len(curve) + 1), curve, label=name, **style)
+    for axes, title in zip(panels, ("cache, MB", "tokens read so far, thousands", "right answers so far"), strict=True):
+        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_xlabel("turn")
+        axes.set_ylim(bottom=0)
+        axes.grid(True, **GRID)
+    legend(figure, panels)
+    return figure
+
+
+def _curves(runs: Sequence[Data]) -> tuple[list[float], list[float], list[float]]:
+    """Means over runs, by turn."""
+    held, read, right = (
+        [mean(values) for values in zip(*(data[part] for data in runs), strict=True)]
+        for part in ("bytes", "prefill", "correct")
+    )
+    rights = [total / (turn + 1) for turn, total in enumerate(accumulate(right))]
+    return [each / 1e6 for each in held], [each / 1e3 for each in accumulate(read)], rights
