@@ -1,4 +1,4 @@
-# make demo    set up .venv, fetch a small real model, compare the methods on it
+# make demo    set up .venv, fetch a small real model, ask it ten questions, compare the methods on it
 # make test    set up .venv, run the tests
 # make test-thorough   all cases: every method where `make test` takes one of a kind, and what is pinned
 # make check   linters, types, import rules, tests, a few of them as on another machine

@@ -43,6 +43,7 @@ BENCHMARKS = {
     "hit-rate": "How often an offloaded query finds its tokens on the device, on a real model.",
     "serve": "Requests that share a decode step: throughput, first tokens, joins, beside the full cache.",
     "vllm": "A decode step of vLLM: its own caches beside kvsketch's plugin.",
+    "cpu": "Reading and decoding on a CPU, beside transformers' own cache.",
     "document": "First token of an answer about a document: read again, from its file, held ready.",
     "stream": "Prompts of any length read chunk by chunk: time, memory, flatness.",
 }

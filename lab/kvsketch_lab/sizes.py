@@ -60,15 +60,15 @@ is larger than that. Sequences that fit at a time, and the bytes of each:
 
        kvsketch recommend --gpu rtx-4090 --model config.json --context 100000
 
-2. Start with `full:bits=4`. It keeps every token and loses least. If that is too large, take `rehearse:budget=40%`:
+2. Start with `full:bits=4`. It keeps every token. If that is too large, take `rehearse:budget=40%`:
 
        kvsketch generate --model MODEL --method full:bits=4 --file report.txt "What changed in 1981?"
        kvsketch generate --model MODEL --method rehearse:budget=40% --file report.txt "What changed in 1981?"
 
-3. Reading needs memory too: while a prompt is read, its full keys and values are there. `--stream` reads it in chunks, and
-   then only one chunk is held whole ([contexts longer than memory](long_contexts.md)):
+3. Reading needs memory too: while a prompt is read, its full keys and values are there. `--prefill stream` reads it in
+   chunks, and only one chunk is held whole ([contexts longer than memory](long_contexts.md)):
 
-       kvsketch generate --model MODEL --method rehearse:budget=40% --stream --file report.txt "What changed in 1981?"
+       kvsketch generate --model MODEL --method rehearse:budget=40% --prefill stream --file report.txt "What changed?"
 
 4. Or say how much memory there is, and let kvsketch choose the budget:
 
@@ -79,8 +79,8 @@ is larger than that. Sequences that fit at a time, and the bytes of each:
        kvsketch read report.pdf --out report.kvs --model MODEL --method rehearse:budget=40%
        kvsketch chat report.kvs
 
-In Python it is one line: `cache = kvsketch.CompressedCache(model, "rehearse:budget=40%")`, and `past_key_values=cache` for
-`model.generate`.
+In Python it is one line: `cache = kvsketch.CompressedCache(model, "rehearse:budget=40%")`, and `past_key_values=cache`
+for `model.generate`.
 
 A model that was trained on fewer tokens than your text breaks down whatever the cache does ([where positions
 end](long_contexts.md#where-positions-end)). If the weights themselves are too large, kvsketch does not help.
@@ -109,16 +109,15 @@ Without sharing, every user holds the whole handbook:
     curl -F file=@handbook.pdf http://127.0.0.1:8000/v1/documents
 
 The answer to the upload names the document. A request that gives this name reads only its own question; the handbook
-waits in memory, and is saved for the next start. [Serving](serving.md#documents) has the fields of a request, in curl and
-in Python.
+waits in memory. [Serving](serving.md#documents) has the fields of a request, in curl and in Python.
 
 With vLLM the handbook is stored by one request and named by the others ([documents in
 vLLM](vllm.md#documents-that-requests-share)). Measured there:
 
 {vllm_documents}
 
-On our own server, with 64 users of one document: [benchmarks](benchmarks.md#users-of-one-document). Joining the two parts
-of a cache costs a little more than the estimates above.
+On our own server, with 64 users of one document: [benchmarks](benchmarks.md#users-of-one-document). Joining the two
+parts of a cache costs a little more than the estimates above.
 
 ## Where the numbers come from
 
@@ -143,8 +142,8 @@ smaller and faster, but prefix caching finds nothing:
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{{"kvsketch": "rehearse:budget=16384"}}' \\
         --no-enable-chunked-prefill --max-num-batched-tokens 34000 --max-model-len 33800
 
-Nothing of vLLM is patched; without `--attention-backend CUSTOM` nothing changes. "Maximum concurrency" in vLLM's log is the
-number of requests that fit. Measured, beside vLLM's own caches:
+Nothing of vLLM is patched; without `--attention-backend CUSTOM` nothing changes. "Maximum concurrency" in vLLM's log is
+the number of requests that fit. Measured, beside vLLM's own caches:
 
 {vllm}
 

@@ -7,10 +7,11 @@ import importlib.metadata
 import importlib.util
 import os
 import platform
-import shutil
 from dataclasses import dataclass, field
 
 from packaging.version import Version
+
+from kvsketch.compiler import COMPILERS, compiler
 
 # Oldest and newest release on which the test suite has passed.
 TESTED = {
@@ -19,8 +20,6 @@ TESTED = {
     "transformers": ("5.15.0", "5.22.2"),
     "triton": ("3.6.0", "3.9.0"),
 }
-
-COMPILERS = ("cc", "gcc", "clang")
 
 
 @dataclass(frozen=True)
@@ -97,11 +96,6 @@ def kernels_in_use(gpu: bool) -> str:
     return (
         f"C, compiled by {chosen}" if chosen else f"torch reference: no GPU, and no C compiler ({', '.join(COMPILERS)})"
     )
-
-
-def compiler() -> str | None:
-    """The C compiler of this machine: $CC, or the first one that is there."""
-    return os.environ.get("CC") or next(filter(None, map(shutil.which, COMPILERS)), None)
 
 
 def installed(package: str) -> str | None:

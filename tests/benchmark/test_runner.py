@@ -92,8 +92,24 @@ def test_a_stored_document_gives_the_first_token_of_one_read_again(tmp_path: Pat
     assert not any(row.get("failed") for row in rows) and rows[0]["cache_bytes"] < rows[0]["file_bytes"]
 
 
+def test_a_cpu_takes_turns_with_the_full_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from kvsketch_lab.benchmark import cpu
+
+    model, text, out = save_tiny_model(tmp_path / "tiny"), tmp_path / "text.txt", tmp_path / "records.jsonl"
+    text.write_text("The harbour was rebuilt in 1921. " * 9)
+    options = f"--model {model} --text {text} --tokens 100 --methods full:bits=4 --repeats 2 --steps 3 --out {out}"
+    assert (done := bench("cpu", *options.split())).exit_code == 0, done.output
+    (row,) = [record["data"] for record in records.read(out)]
+    assert len(row["times"]) == 2 and row["read_ratio"] > 0 and row["step_ratio"] > 0
+    assert row["step_ms"] == pytest.approx(1e3 * sum(own[1] for _, own in row["times"]) / 2)
+    told = iter([([1], [1.0]), ([2], [1.0])])
+    monkeypatch.setattr(cpu.Cpu, "_decode", lambda self, token, cache: next(told))
+    assert bench("cpu", *options.split(), "--again").exit_code == 1
+    assert "other tokens" in [record["data"] for record in records.read(out)][-1]["failed"]
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")
-@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate", "document"}))
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate", "document", "cpu"}))
 def test_without_a_gpu_every_benchmark_says_what_it_needs(name: str, tmp_path: Path) -> None:
     done = bench(name, "--out", str(tmp_path / "records.jsonl"))
     assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])

@@ -16,8 +16,10 @@ from kvsketch import models
 from kvsketch.cli import app
 from kvsketch.cli.compare import summary
 from kvsketch.cli.picture import draw, spread
-from kvsketch.compare import answers, budgets
+from kvsketch.compare import answers, budgets, questions
 from kvsketch.compare.shared_prefill import shared_prefill
+from kvsketch.decode.asking import chat_frame, document_ids
+from kvsketch.models import texts
 from tests.helpers.tiny import save_tiny_model
 
 TOKENS = 160
@@ -67,12 +69,67 @@ def test_rows_measure_memory_and_divergence(tiny: tuple[Any, Any], prompt: torch
 
 
 def test_budgets_can_be_shares_of_the_bytes(tiny: tuple[Any, Any], prompt: torch.Tensor) -> None:
-    chosen = budgets.compared("streamingllm,snapkv,quest", "1/2")
+    """Of a cache in half precision: few bits take as much in float32, vectors as they are twice as much."""
+    chosen = budgets.compared("streamingllm,snapkv,streamingllm:bits=8,quest,kcenter:budget=1/100", "1/2")
     refused: list[str] = []
     full, *rows = answers.answers(*tiny, prompt, chosen, "60494", 10, unit="bytes", refused=refused)
-    assert [row.method.partition(":")[0] for row in rows] == ["streamingllm", "snapkv"]
-    assert all(0.3 < row.device_bytes / full.device_bytes <= 0.5 for row in rows)
-    assert len(refused) == 1 and "quest" in refused[0] and "no budget fits" in refused[0]
+    assert [row.method.partition(":")[0] for row in rows] == ["streamingllm", "snapkv", "streamingllm", "quest"]
+    shares = [row.device_bytes / full.device_bytes for row in rows]
+    assert all(0.3 < share <= 0.5 for share in shares[:2]) and shares[2] <= 0.25 < 1 <= shares[3]
+    assert len(refused) == 1 and "kcenter" in refused[0] and "no budget fits" in refused[0]
+
+
+def test_ten_codes_are_hidden_in_a_text(tiny: tuple[Any, Any]) -> None:
+    tokenizer, text = tiny[1], "The harbour was rebuilt in 1921. A new pier followed. " * 40
+    document = texts.codes_document(tokenizer, 2000, seed=3, text=text)
+    places = [document.text.index(texts.CODE.format(door=door, code=code)) for door, code in document.codes.items()]
+    assert len(set(document.codes.values())) == 10 and places == sorted(places)
+    assert max(b - a for a, b in itertools.pairwise(places)) < 2 * min(b - a for a, b in itertools.pairwise(places))
+    assert len(tokenizer(document.text)["input_ids"]) <= 2000
+    assert document != texts.codes_document(tokenizer, 2000, seed=4, text=text)
+    with pytest.raises(ValueError, match="2 sentences of the text beside ten codes; use more tokens, or a longer"):
+        texts.codes_document(tokenizer, 2000, text="One. Two.")
+
+
+def test_questions_are_counted_by_their_codes(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is asked of the cache as the text has left it."""
+    seen: list[int] = []
+
+    def asked(model: Any, tokenizer: Any, cache: Any, door: str) -> str:
+        seen.append(cache.tokens_seen)
+        model(torch.ones(1, 3, dtype=torch.long), past_key_values=cache)
+        return "it is 12345" if door == "red" else "54321"
+
+    text = "The harbour was rebuilt in 1921. " * 12
+    monkeypatch.setattr(questions, "_asked", asked)
+    full, small = questions.ask_all(*tiny, text, {"red": "12345", "blue": "11111"}, ["full", "streamingllm:budget=1/4"])
+    assert list(full.wrong) == list(small.wrong) == ["blue"] and set(seen) == {full.tokens_seen}
+    assert full.share == pytest.approx(2.0, rel=0.1) and small.share <= 0.5
+
+
+def test_a_question_ends_in_the_opening_of_its_answer(tiny: tuple[Any, Any]) -> None:
+    model, tokenizer = tiny
+    text = "The code of the red door is 7. " * 9
+    (row,) = questions.ask_all(model, tokenizer, text, {"red": "7"}, ["full"])
+    ids = document_ids(tokenizer, text)
+    asked = questions.QUESTION.format(door="red") + chat_frame(tokenizer).after + questions.OPENING.format(door="red")
+    behind = tokenizer(asked, add_special_tokens=False, return_tensors="pt")["input_ids"]
+    expected = model.generate(torch.cat([ids, behind], 1), max_new_tokens=questions.MOST, do_sample=False)
+    new = expected[0, ids.shape[1] + behind.shape[1] :]
+    assert row.answers["red"] == tokenizer.decode(new, skip_special_tokens=True).strip()
+
+
+def test_the_demo_asks_about_a_file(tmp_path: Path) -> None:
+    folder, file = save_tiny_model(tmp_path / "model"), tmp_path / "mine.txt"
+    file.write_text("The harbour was rebuilt in 1921. A new pier followed. " * 40, encoding="utf-8")
+    command = ["demo", str(file), "--model", str(folder), "--tokens", "1500", "--methods", "streamingllm,quest"]
+    shown = CliRunner().invoke(app, command)
+    assert shown.exit_code == 0, shown.output
+    questions_part, table = shown.stdout.split("Every method")
+    assert "Ten questions about mine.txt" in questions_part and "left out" not in shown.output
+    lines = [line.split() for line in questions_part.splitlines() if line.startswith(("full", "rehearse"))]
+    assert [int(line[1]) + int(line[2]) for line in lines] == [10, 10] and int(lines[1][-1].rstrip("%")) <= 13
+    assert "quest" in table and "shares are of a bfloat16 cache" in table
 
 
 def test_mean_kl_is_the_definition() -> None:
@@ -116,7 +173,18 @@ def test_the_picture_is_a_png(tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 def test_the_demo_runs_on_a_real_model(tmp_path: Path) -> None:
-    command = ["demo", "--tokens", "320", "--budgets", "1/2", "--methods", "streamingllm", "--depth", "0.9"]
+    command = [
+        "demo",
+        "--no-questions",
+        "--tokens",
+        "320",
+        "--budgets",
+        "1/2",
+        "--methods",
+        "streamingllm",
+        "--depth",
+        "0.9",
+    ]
     result = CliRunner().invoke(app, [*command, "--out", str(tmp_path), "--json"])
     assert result.exit_code == 0, result.output
     record = json.loads(result.stdout)
@@ -132,7 +200,18 @@ def test_the_demo_runs_on_a_real_model(tmp_path: Path) -> None:
 
 @pytest.mark.real_model
 def test_the_demo_prints_a_table() -> None:
-    command = ["demo", "--tokens", "240", "--budgets", "60", "--budgets-in", "tokens", "--methods", "streamingllm"]
+    command = [
+        "demo",
+        "--no-questions",
+        "--tokens",
+        "240",
+        "--budgets",
+        "60",
+        "--budgets-in",
+        "tokens",
+        "--methods",
+        "streamingllm",
+    ]
     result = CliRunner().invoke(app, command)
     assert result.exit_code == 0, result.output
     header = next(line for line in result.stdout.splitlines() if line.startswith("method"))

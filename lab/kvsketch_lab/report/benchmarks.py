@@ -293,6 +293,19 @@ SECTIONS: list[tuple[str, str, str, Make]] = [
         ),
     ),
     (
+        "On a CPU",
+        "cpu",
+        "Reading a text and one decode step on a CPU, in float32, beside transformers' DynamicCache, which took turns "
+        "with it in one process. Processor time; `times` are medians of the quotients. A real model and a real text; "
+        "the tokens are those of the torch references.",
+        plain(
+            "model method tokens threads",
+            "model | method | tokens:,d | threads | kernels | read, s = read_s:.2f | times = read_ratio:.2f | "
+            "step, ms = step_ms:.1f | times a step = step_ratio:.2f | cache bytes = cache_bytes:,d",
+            only=lambda d: not d.get("failed"),
+        ),
+    ),
+    (
         "Streaming prefill",
         "stream",
         "Random weights: the Llama-3.1-8B shape on an H200 in chunks of 8,192 tokens, and one layer of a tiny shape on "

@@ -57,6 +57,7 @@ REPEATED = {
     DECODE: ("shape", "prompt", "method", "batch"),
     "recall": ("part", "contender", "clusters", "rounds", "budget", "batch"),
     "prefill": ("method", "beside"),
+    "cpu": ("model", "method", "tokens", "threads"),
     "stream": ("method", "tokens"),
     "kvpress": ("press",),
 }

@@ -36,7 +36,7 @@ static inline float power_of_two(int32_t exponent) {
 static inline void encode_one(const Codec *codec, const float *x, const float *center, uint8_t *codes, _Float16 *step) {
     const int64_t size = codec->size;
     const int top = (1 << codec->bits) - 1;
-    float n[MOST], y[MOST] = {0};
+    float n[MOST], y[MOST];
     uint8_t levels[MOST];
     int32_t largest = 0;
     for (int64_t d = 0; d < size; d++) {
@@ -54,7 +54,11 @@ static inline void encode_one(const Codec *codec, const float *x, const float *c
         n[d] = finite ? rintf(n[d] * up) : 0.0f;
         squares += (double)n[d] * n[d];
     }
-    for (int64_t d = 0; d < size; d++) add_scaled(y, codec->integers + d * size, n[d], size);
+    for (int64_t c = 0; c < size; c += LANES) {
+        Lanes sum = {0};
+        for (int64_t d = 0; d < size; d++) sum += load(codec->integers + d * size + c) * all(n[d]);
+        store(y + c, sum);
+    }
     float first = codec->unit * sqrtf((float)squares);
     first = 1.0f / (first > 0 ? first : 1.0f);
     for (int64_t d = 0; d < size; d++) {

@@ -20,7 +20,7 @@ from typing import Any
 import platformdirs
 from torch import Tensor
 
-from kvsketch.environment import compiler
+from kvsketch.compiler import compiler
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = ("attention_mass", "codec", "keep_queries", "replay_scores", "slot_update", "weighted_attention")
