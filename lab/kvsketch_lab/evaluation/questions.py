@@ -277,7 +277,7 @@ class QuestionExperiment(Experiment):
         between = self.tokenizer(chat_frame(self.tokenizer).between, add_special_tokens=False)["input_ids"]
         if len(texts.input_ids) > 1:
             cache.batch_select_indices(torch.tensor([row], device=self.model.device))
-        texts, result, unread = texts.rows([row]), [], list[int]()
+        texts, result, unread = texts.rows([row]), list[str](), list[int]()
         for after in turns:
             ids = torch.tensor([[*unread, *(between if result else ()), *after]])
             seen = texts.attention_mask.new_ones(1, cache.tokens_seen - texts.attention_mask.shape[1])
