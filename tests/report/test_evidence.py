@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from kvsketch_lab.report import docs, evidence
+from kvsketch_lab.report import docs, equal_bytes, evidence
 from tests.report.sample_records import record
 
 PARTS = {part.title: part for part in evidence.PARTS}
@@ -52,6 +52,18 @@ def test_turns_and_alone_are_apart() -> None:
     talked = [made("leval", "rehearse", "1/8", text, 1, task="tpo", score=0.5, turns=5, turn=1) for text in range(3)]
     table = evidence.tables([*own, *talked], docs.BIG, PARTS["Many turns"])
     assert "tpo, first turn (3 questions" in table and "tpo, turns 2 to 5 (3 questions" in table and "0.50" in table
+
+
+def test_turns_are_no_part_of_the_tables_at_equal_bytes() -> None:
+    alone = made("lines", "full", "", 0, 0, lines=200, score=1.0)
+    talked = made("lines", "full", "", 0, 0, lines=200, score=1.0, turns=5, turn=1)
+    assert equal_bytes.counts(alone) and not equal_bytes.counts(talked)
+
+
+def test_drawn_instructions_have_no_chance() -> None:
+    facts = {"instructions": 5, "tokens": 3500, "expected": {"word": "x"}, "score": 0.2}
+    assert evidence.is_telling(evidence.cell([made("instructions", "full", "", n, 0, **facts) for n in range(4)]))
+    assert not evidence.is_telling(evidence.cell([made("locomo", "full", "", n, 0, **facts) for n in range(4)]))
 
 
 def test_the_99_9th_percentile_of_all_tokens() -> None:
