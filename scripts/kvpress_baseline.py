@@ -3,8 +3,8 @@
     pip install kvpress torch          # needs transformers below 5.3, so not beside kvsketch's own requirements
     PYTHONPATH=src:lab python scripts/kvpress_baseline.py speed --out results/kvpress.jsonl
     PYTHONPATH=src:lab python scripts/kvpress_baseline.py lines --model FOLDER --name NAME --out results/eval/kvpress
-    PYTHONPATH=src:lab python scripts/kvpress_baseline.py unseen --model FOLDER --name NAME --lines 50 --questions 24 \
-        --presses none,KVzipPress,SnapKVPress,ExpectedAttentionPress --device cpu --out results/eval/kvpress
+    PYTHONPATH=src:lab python scripts/kvpress_baseline.py asked --presses KVzipPress,SnapKVPress \
+        --out results/evidence/kvpress -- leval --data DIR --tasks tpo --model NAME --bytes 1/8,1/16
     PYTHONPATH=src:lab python scripts/kvpress_baseline.py kept --model FOLDER --lines 50 --device cpu \
         --presses KVzipPress,SnapKVPress,ExpectedAttentionPress --out kept.pt
     python scripts/kvpress_baseline.py agree --model FOLDER --name NAME --device cpu --kept-file kept.pt \
@@ -13,9 +13,9 @@
 `speed`: prefill and eager decode step of an 8B shape with random weights, 32,768 tokens, 2,048 of them kept.
 `lines`: the questions of `kvsketch eval lines`, in its record format, one by one (kvpress cannot read left-padded
 batches), compressed after the whole prompt as there; the methods are named kvpress-SnapKVPress and so on.
-`unseen`: the questions of `kvsketch eval lines --primed --question unseen --seeds 100`: a text is compressed once, then
-asked about. A budget is a share of the tokens, over all layers and heads where they differ; at 16 bits the same share
-of the bytes, if bytes were freed. What the cache really holds is measured: a press whose heads differ, such as
+`asked`: the unseen questions of an experiment of `kvsketch eval`, whose command line follows `--`: a text is compressed
+once, then asked about. A share of the bytes is one of the tokens, over all layers and heads where they differ; at 16
+bits the same, if bytes were freed. What the cache really holds is measured: a press whose heads differ, such as
 KVzipPress, masks tokens and frees no byte, so its rows say 100%.
 `kept` and `agree`: which tokens a press keeps of the first of these texts, and how many of them our method keeps at the
 same number of tokens.
@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import importlib
 import re
 import statistics
 import sys
 import time
+from collections.abc import Iterator
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -63,11 +65,30 @@ def pressed(model: Any, press: str, kept: Fraction) -> Any:
     return getattr(kvpress, press)(compression_ratio=float(1 - kept))(model)
 
 
+@contextlib.contextmanager
+def with_positions(model: Any) -> Iterator[None]:
+    """Hands attention layers the cache_position that presses read; transformers does so before 5.3 alone."""
+
+    def add(module: Any, arguments: Any, named: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+        if "cache_position" not in named:
+            seen = named["past_key_values"].get_seq_length(module.layer_idx)
+            new = named["hidden_states"].shape[1]
+            named["cache_position"] = torch.arange(seen, seen + new, device=named["hidden_states"].device)
+        return arguments, named
+
+    hooks = [layer.self_attn.register_forward_pre_hook(add, with_kwargs=True) for layer in model.model.layers]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
 def prefill(model: Any, ids: torch.Tensor, press: str, kept: Fraction) -> tuple[Any, torch.Tensor]:
     from transformers import DynamicCache
 
     cache = DynamicCache()
-    with pressed(model, press, kept):
+    with with_positions(model), pressed(model, press, kept):
         logits = model(ids, past_key_values=cache, logits_to_keep=1).logits[:, -1]
     return cache, logits
 
@@ -189,60 +210,79 @@ def asked_of(tokenizer: Any, size: int, seed: int, text: int, count: int) -> tup
     return asked, prompts, next(i for i, tokens in enumerate(beside) if len(set(tokens)) > 1)
 
 
-@torch.no_grad()
-def unseen(options: argparse.Namespace) -> None:
-    model, tokenizer = loaded(options)
-    dtype = model.dtype
+def lengths_of(cache: Any) -> list[int]:
+    return [layer.keys.shape[2] for layer in cache.layers]
 
-    for size, text in [(int(n), text) for n in options.lines.split(",") for text in range(options.texts)]:
-        asked, prompts, end = asked_of(tokenizer, size, options.seed, text, options.questions)
-        context = torch.tensor([prompts[0][:end]], device=options.device)
-        for press in options.presses.split(","):
-            for budget in options.budgets.split(",") if press != "none" else [""]:
-                cache, _ = prefill(model, context, press, Fraction(budget or 1))
-                lengths = [layer.keys.shape[2] for layer in cache.layers]
-                held = cache_bytes(cache)
-                for number, (each, ids) in enumerate(zip(asked, prompts, strict=True)):
-                    opening = f"The <REGISTER_CONTENT> in line {each.name} is <"
-                    rest = ids[end:] + tokenizer(opening, add_special_tokens=False).input_ids
-                    answer = tokenizer.decode(answered(model, cache, rest, end, options.new))
-                    for layer, length in zip(cache.layers, lengths, strict=True):
-                        layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
-                    result = re.findall(r"\d+", answer)
-                    data = {
-                        "method": "full" if press == "none" else f"kvpress-{press}",
-                        "budget": budget,
-                        "sample": f"lines={size} text={text} question={number}",
-                        "model": options.name,
-                        "lines": size,
-                        "dtype": str(dtype).removeprefix("torch."),
-                        "budgets_in": "bytes",
-                        "max_new_tokens": options.new,
-                        "question": "unseen",
-                        "primed": True,
-                        "score": float(bool(result) and int(result[0]) == each.expected),
-                        "answer": answer,
-                        "tokens_stored": max(lengths),
-                        "prompt_tokens": end,
-                        "device_bytes": held,
-                        "host_bytes": 0,
-                        "full_bytes": round(held / sum(lengths) * len(lengths) * end),
-                    }
-                    out = Path(options.out) / "lines.jsonl"
-                    records.append(out, records.make_record("lines", data | package_versions(), options.seed, SETTING))
-                    print(data["method"], budget, data["sample"], data["score"], answer, flush=True)
+
+def answers_apart(
+    model: Any, tokenizer: Any, cache: Any, rests: list[list[int]], position: int, count: int
+) -> Iterator[str]:
+    """The answer to each question, asked of the cache as it is behind the compressed `position` tokens."""
+    lengths = lengths_of(cache)
+    for rest in rests:
+        yield tokenizer.decode(answered(model, cache, rest, position, count), skip_special_tokens=True)
+        for layer, length in zip(cache.layers, lengths, strict=True):
+            layer.keys, layer.values = layer.keys[:, :, :length], layer.values[:, :, :length]
 
 
 def answered(model: Any, cache: Any, ids: list[int], position: int, count: int) -> list[int]:
     """Greedy tokens after new tokens that follow the compressed `position` ones."""
     tokens: list[int] = []
-    for _ in range(count):
+    eos = model.generation_config.eos_token_id
+    while len(tokens) < count and not (tokens and tokens[-1] in (eos if isinstance(eos, list) else [eos])):
         fed = torch.tensor([ids], device=model.device)
         where = torch.arange(position, position + len(ids), device=model.device)[None]
         logits = model(fed, past_key_values=cache, position_ids=where, logits_to_keep=1).logits[:, -1]
         position, ids = position + len(ids), [int(logits.argmax())]
         tokens += ids
     return tokens
+
+
+@torch.no_grad()
+def asked(options: argparse.Namespace) -> None:
+    """The questions of an experiment, in its own records; a share of the bytes is one of the tokens."""
+    experiment = made(options.experiment)
+    experiment.open()
+    texts: dict[Any, list[Any]] = {}
+    for cell in experiment.cells():
+        texts.setdefault((cell.seed, experiment.text_of(cell)), []).append(cell)
+    for cells in tqdm(texts.values(), unit="text", disable=None):
+        for press in options.presses.split(","):
+            for budget in experiment.options.bytes.split(",") if press != "none" else [""]:
+                ask_text(experiment, cells, press, budget, Path(options.out))
+
+
+def made(arguments: list[str]) -> Any:
+    """The experiment of a command line such as `leval --data DIR --bytes 1/8`."""
+    from kvsketch_lab.options import command
+
+    name = arguments[0]
+    module = importlib.import_module(f"kvsketch_lab.evaluation.{name}")
+    cls = next(each for each in vars(module).values() if isinstance(each, type) and vars(each).get("name") == name)
+    result: list[Any] = []
+    command(name, cls.options_type(), lambda given: result.append(cls(given)) or 0, "").main(
+        [*arguments[1:], "--methods", "full", "--question", "unseen"], standalone_mode=False
+    )
+    return result[0]
+
+
+def ask_text(experiment: Any, cells: list[Any], press: str, budget: str, out: Path) -> None:
+    """All questions about one text with one press."""
+    questions = [experiment.aligned(experiment.ask(cell)) for cell in cells]
+    end = len(questions[0].ids) - questions[0].asked
+    context = torch.tensor([questions[0].ids[:end]], device=experiment.model.device)
+    cache, _ = prefill(experiment.model, context, press, Fraction(budget or 1))
+    lengths, held = lengths_of(cache), cache_bytes(cache)
+    rests, count = [list(each.ids[end:]) for each in questions], experiment.options.max_new_tokens
+    told = answers_apart(experiment.model, experiment.tokenizer, cache, rests, end, count)
+    for cell, question, answer in zip(cells, questions, told, strict=True):
+        own = cell.data | {"method": "full" if press == "none" else f"kvpress-{press}", "budget": budget}
+        data = own | package_versions() | experiment.origin() | question.facts
+        data |= {"score": experiment.score(answer, question.expected), "answer": answer, "expected": question.expected}
+        data |= {"prompt_tokens": len(question.ids), "tokens_stored": max(lengths), "device_bytes": held}
+        data |= {"host_bytes": 0, "full_bytes": round(held / sum(lengths) * len(lengths) * end)}
+        record = records.make_record(experiment.kind(), data, cell.seed, (*own, "kvpress"))
+        records.append(out / f"{experiment.kind()}.jsonl", record)
 
 
 @torch.no_grad()
@@ -323,7 +363,7 @@ def package_versions() -> dict[str, Any]:
     return {"kvpress": importlib.metadata.version("kvpress")}
 
 
-COMMANDS = {"speed": speed, "lines": lines, "unseen": unseen, "kept": kept, "agree": agree}
+COMMANDS = {"speed": speed, "lines": lines, "asked": asked, "kept": kept, "agree": agree}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -337,13 +377,14 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--lines", default="200,400")
     parser.add_argument("--questions", type=int, default=25)
     parser.add_argument("--budgets", default="1/4")
-    parser.add_argument("--texts", type=int, default=1)
     parser.add_argument("--seed", type=int, default=100)
-    parser.add_argument("--new", type=int, default=8, help="tokens of an answer to an unseen question")
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--kept-file", default="kept.pt")
     parser.add_argument("--out", required=True)
-    options = parser.parse_args(arguments)
+    arguments = sys.argv[1:] if arguments is None else arguments
+    end = arguments.index("--") if "--" in arguments else len(arguments)
+    options = parser.parse_args(arguments[:end])
+    options.experiment = arguments[end + 1 :]
     COMMANDS[options.what](options)
     return 0
 

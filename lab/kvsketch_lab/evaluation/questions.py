@@ -151,7 +151,7 @@ class QuestionExperiment(Experiment):
             alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
         texts: dict[tuple[int, ...], list[Asked]] = {}
         for own in alike.values():
-            question = self._aligned(self.ask(own[0]))
+            question = self.aligned(self.ask(own[0]))
             end = len(question.ids) - (question.asked if _way(own[0]) == UNSEEN else 0)
             asked = texts.setdefault(question.ids[:end], [])
             asked.append(Asked(0, question.ids[end:], question, own))
@@ -160,7 +160,8 @@ class QuestionExperiment(Experiment):
         for some in _chunks(list(texts.items()), size):
             yield from self._measure_batch(some, self.options.answers or size)
 
-    def _aligned(self, question: Question) -> Question:
+    def aligned(self, question: Question) -> Question:
+        """The question with as many line breaks before it as `--align` asks for."""
         breaks = self.tokenizer("\n", add_special_tokens=False)["input_ids"] * (-question.asked % self.options.align)
         start = len(question.ids) - question.asked
         ids = (*question.ids[:start], *breaks, *question.ids[start:])

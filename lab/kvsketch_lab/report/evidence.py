@@ -176,8 +176,15 @@ def cell(records: Sequence[Record]) -> Cell:
         value = nested_mean(values, texts, [(record["data"]["task"],) for record in records])
     else:
         value = mean_over_texts(values, texts)
+    return Cell(value, len(records), _chance(records))
+
+
+def _chance(records: Sequence[Record]) -> float:
+    """The share of the commonest right answer; none of instructions, whose words are drawn for each text."""
+    if records[0]["kind"] == "instructions" or len(records) == 1:
+        return 0.0
     commonest = Counter(str(record["data"].get("expected")) for record in records).most_common(1)[0][1]
-    return Cell(value, len(records), commonest / len(records) if len(records) > 1 else 0.0)
+    return commonest / len(records)
 
 
 def is_telling(full: Cell) -> bool:

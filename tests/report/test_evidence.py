@@ -1,0 +1,88 @@
+"""The tables of docs/evidence.md."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from kvsketch_lab.report import docs, equal_bytes, evidence
+from tests.report.sample_records import record
+
+PARTS = {part.title: part for part in evidence.PARTS}
+
+
+def made(kind: str, method: str, budget: str, text: int, number: int, **more: Any) -> Any:
+    data = {
+        "model": docs.BIG.partition(" ")[0], "dtype": "bfloat16", "budgets_in": "bytes", "method": method,
+        "budget": budget, "question": "unseen", "sample": f"task=x text={text} question={number}",
+        "device_bytes": 100 if method == "full" else 12, "host_bytes": 0, "full_bytes": 100, **more,
+    }  # fmt: skip
+    return {**record(kind, data), "seed": 100}
+
+
+def answers() -> Iterator[Any]:
+    """Of tpo the full cache knows three of four, of sci_fi half, which is what one answer would get."""
+    for text in range(8):
+        for number in range(4):
+            for method, budget in (("full", ""), ("rehearse", "1/8"), ("snapkv", "1/16")):
+                right = float(number < 3) if method != "snapkv" else 0.0
+                yield made("leval", method, budget, text, number, task="tpo", score=right, expected="ABCD"[number])
+                even = float((number + text) % 2)
+                yield made("leval", method, budget, text, number + 4, task="sci_fi", score=even, expected=number % 2)
+
+
+def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
+    table = evidence.tables(list(answers()), docs.BIG, PARTS["Questions about documents"])
+    eighth, sixteenth = table.split("**1/16 of the bytes**")
+    assert "sci_fi (32 questions; not telling, chance 0.50)" in eighth and "tpo (32 questions)" in eighth
+    lines = [line for line in eighth.splitlines() if line.startswith("| `")]
+    assert [line.split("`")[1] for line in lines] == ["full", "rehearse"]
+    assert "100.0%" in lines[0] and "12.0%" in lines[1] and all("0.75 [0.75, 0.75]" in line for line in lines)
+    assert "0.00 [0.00, 0.00]" in sixteenth and "`snapkv`" in sixteenth and "`rehearse`" not in sixteenth
+
+
+def test_turns_and_alone_are_apart() -> None:
+    talk = [
+        made("leval", "full", "", text, n, task="tpo", score=1.0, turns=5, turn=n) for text in range(3) for n in (0, 1)
+    ]
+    own = [*answers(), *talk]
+    assert "32 questions" in evidence.tables(own, docs.BIG, PARTS["Questions about documents"])
+    talked = [made("leval", "rehearse", "1/8", text, 1, task="tpo", score=0.5, turns=5, turn=1) for text in range(3)]
+    table = evidence.tables([*own, *talked], docs.BIG, PARTS["Many turns"])
+    assert "tpo, first turn (3 questions" in table and "tpo, turns 2 to 5 (3 questions" in table and "0.50" in table
+
+
+def test_turns_are_no_part_of_the_tables_at_equal_bytes() -> None:
+    alone = made("lines", "full", "", 0, 0, lines=200, score=1.0)
+    talked = made("lines", "full", "", 0, 0, lines=200, score=1.0, turns=5, turn=1)
+    assert equal_bytes.counts(alone) and not equal_bytes.counts(talked)
+
+
+def test_drawn_instructions_have_no_chance() -> None:
+    facts = {"instructions": 5, "tokens": 3500, "expected": {"word": "x"}, "score": 0.2}
+    assert evidence.is_telling(evidence.cell([made("instructions", "full", "", n, 0, **facts) for n in range(4)]))
+    assert not evidence.is_telling(evidence.cell([made("locomo", "full", "", n, 0, **facts) for n in range(4)]))
+
+
+def test_the_99_9th_percentile_of_all_tokens() -> None:
+    some = [
+        {"tokens_scored": 1000, "kl_largest": [9.0, 5.0, 1.0]},
+        {"tokens_scored": 1500, "kl_largest": [8.0, 7.0, 2.0]},
+    ]
+    assert evidence.percentile(some) == 7.0  # the third largest of 2,500
+    with pytest.raises(ValueError, match="too few"):
+        evidence.percentile([{"tokens_scored": 5000, "kl_largest": [3.0, 2.0]}])
+
+
+def test_likelihoods_show_their_divergence() -> None:
+    facts = {"task": "qmsum", "full_nll": 2.0, "tokens_scored": 100}
+    own = [
+        made("likelihood", method, budget, text, 0, nll=2.0 + kl, kl=kl, kl_largest=[4 * kl, kl], **facts)
+        for text in range(4)
+        for method, budget, kl in (("full", "", 0.0), ("rehearse", "1/8", 0.25))
+    ]
+    table = evidence.tables(own, docs.BIG, PARTS["How likely a reference is"])
+    row = next(line for line in table.splitlines() if "`rehearse`" in line)
+    assert "2.25 [2.25, 2.25]" in row and "0.250" in row and "1.00" in row and "not telling" not in table
