@@ -218,7 +218,9 @@ class Talk:
         rate = f", {(len(new) - 1) / seconds:.1f} tokens/s" if len(new) > 1 and seconds > 0 else ""
         first = f"first token after {stream.began - start:.1f} s" if stream.began else "nothing"
         held = f"{self.cache.tokens_seen:,} tokens seen, {megabytes(self.cache.device_bytes)} held"
-        self.tell(f"{first}{rate}; {held}; doubt {self.cache.doubt()[0]:.2f}")
+        # An answer that is stopped before it begins has none.
+        unsure = f"; doubt {self.cache.doubt()[0]:.2f}" if self.cache.watched is not None else ""
+        self.tell(f"{first}{rate}; {held}{unsure}")
 
     def tell(self, text: str) -> None:
         remarks().print(text, markup=False, soft_wrap=True, style="dim")
