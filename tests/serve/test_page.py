@@ -251,6 +251,10 @@ def test_a_conversation_is_kept_copied_changed_and_exported(page: Any) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == "ls -l"
     page.get_by_label("Copy this answer").first.click()
     page.wait_for_function("async () => await navigator.clipboard.readText() === 'One.'")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as over plain http
+    page.get_by_label("Copy this code").click()
+    question(page).press("Control+V")
+    assert question(page).input_value() == "ls -l"
     page.reload()
     page.locator(".turn").nth(1).wait_for()
     assert said(page)[0] == "One." and "ls -l" in said(page)[1]
@@ -276,6 +280,19 @@ def test_a_conversation_is_kept_copied_changed_and_exported(page: Any) -> None:
     page.reload()
     page.get_by_text("tiny · h2o").wait_for()
     assert page.locator(".turn").count() == 0
+
+
+def test_two_pages_share_a_conversation(page: Any, address: str) -> None:
+    other = page.context.new_page()
+    other.goto(address)
+    other.get_by_text("tiny · h2o").wait_for()
+    for each, words in ((other, "From the other?"), (page, "From this one?")):
+        bodies = answers_with(each, "Yes.")
+        ask(each, words)
+        page.locator(".said", has_text="Yes.").last.wait_for()
+        answered(each)
+    assert asked_of(bodies[0]) == ["From the other?", "Yes.", "From this one?"]
+    other.get_by_text("From this one?").wait_for()
 
 
 def test_what_was_not_answered_when_the_page_was_left_is_told(page: Any) -> None:
@@ -351,6 +368,7 @@ def test_a_question_about_a_document_that_is_read_waits_in_line(page: Any, tmp_p
     ask(page, "How old?")
     notes = page.locator(".turn > .note")
     assert notes.all_inner_texts() == ["waits in line: the document is being read"] * 2 and bodies == []
+    assert page.locator("#status").inner_text() == ""
     assert page.locator("#stop").is_visible()
     reading[0] = False
     page.locator(".took:not(:empty)").nth(1).wait_for()
