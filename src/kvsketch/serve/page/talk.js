@@ -238,9 +238,9 @@ function drop_from(id, place) {
   if (gone.includes(running?.turn)) running.stop.abort();
 }
 
-export function retry(turn) {
-  const turns = turns_of(here());
-  drop_from(here(), turns.indexOf(turn));
+function retry(turn) {
+  edit(null);
+  drop_from(here(), turns_of(here()).indexOf(turn));
   ask(turn.question);
   $("question").focus();
 }
