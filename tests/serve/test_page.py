@@ -251,6 +251,10 @@ def test_a_conversation_is_kept_copied_changed_and_exported(page: Any) -> None:
     assert page.evaluate("navigator.clipboard.readText()") == "ls -l"
     page.get_by_label("Copy this answer").first.click()
     page.wait_for_function("async () => await navigator.clipboard.readText() === 'One.'")
+    page.evaluate("Object.defineProperty(navigator, 'clipboard', { value: undefined })")  # as over plain http
+    page.get_by_label("Copy this code").click()
+    question(page).press("Control+V")
+    assert question(page).input_value() == "ls -l"
     page.reload()
     page.locator(".turn").nth(1).wait_for()
     assert said(page)[0] == "One." and "ls -l" in said(page)[1]
@@ -276,6 +280,22 @@ def test_a_conversation_is_kept_copied_changed_and_exported(page: Any) -> None:
     page.reload()
     page.get_by_text("tiny · h2o").wait_for()
     assert page.locator(".turn").count() == 0
+
+
+def test_two_pages_share_a_conversation(page: Any, address: str) -> None:
+    other = page.context.new_page()
+    other.goto(address)
+    other.get_by_text("tiny · h2o").wait_for()
+    waiting: list[Any] = []
+    other.route("**/v1/chat/completions", lambda route: waiting.append(route))
+    ask(other, "From the other?")
+    page.get_by_text("is being answered on another page").wait_for()
+    other.goto("about:blank")
+    page.get_by_text("broken off: the page was closed").wait_for()
+    bodies = answers_with(page, "Yes.")
+    page.get_by_role("button", name="Ask this again").click()
+    page.get_by_text("Yes.", exact=True).wait_for()
+    assert len(waiting) == 1 and asked_of(bodies[0]) == ["From the other?"]
 
 
 def test_what_was_not_answered_when_the_page_was_left_is_told(page: Any) -> None:
@@ -351,6 +371,7 @@ def test_a_question_about_a_document_that_is_read_waits_in_line(page: Any, tmp_p
     ask(page, "How old?")
     notes = page.locator(".turn > .note")
     assert notes.all_inner_texts() == ["waits in line: the document is being read"] * 2 and bodies == []
+    assert page.locator("#status").inner_text() == ""
     assert page.locator("#stop").is_visible()
     reading[0] = False
     page.locator(".took:not(:empty)").nth(1).wait_for()

@@ -23,6 +23,7 @@ $("ask").addEventListener("submit", async (event) => {
     $("question").value ||= question;
     return say("not asked: the file was not sent", true);
   }
+  say("");
   ask(question);
 });
 $("question").addEventListener("keydown", (event) => {

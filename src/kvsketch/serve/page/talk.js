@@ -238,9 +238,9 @@ function drop_from(id, place) {
   if (gone.includes(running?.turn)) running.stop.abort();
 }
 
-export function retry(turn) {
-  const turns = turns_of(here());
-  drop_from(here(), turns.indexOf(turn));
+function retry(turn) {
+  edit(null);
+  drop_from(here(), turns_of(here()).indexOf(turn));
   ask(turn.question);
   $("question").focus();
 }
@@ -280,12 +280,19 @@ changes.addEventListener("chosen", () => {
   draw();
 });
 changes.addEventListener("deleted", ({ detail }) => forget_conversation(detail));
-on_change_elsewhere((id) => {
-  for (const each of id === null ? [...talks.keys()] : [id]) if (!is_busy(each)) talks.delete(each);
+on_change_elsewhere((changed) => {
+  for (const id of changed === null ? [...talks.keys()] : [changed]) {
+    if (is_busy(id)) continue;
+    talks.set(id, load_talk(id));
+    for (const turn of talks.get(id)) if (!turn.done) turn.note = "is being answered on another page";
+  }
   draw();
 });
 addEventListener("pagehide", () => {
   leaving = true;
-  if (running) save_talk(running.id, turns_of(running.id));
+  for (const { id, turn } of running ? [running, ...line] : line) {
+    break_off(turn);
+    save_talk(id, turns_of(id));
+  }
 });
 addEventListener("pageshow", () => { leaving = false; });
