@@ -125,7 +125,7 @@ sys.modules["triton"] = None
 import kvsketch, torch
 from kvsketch import models
 model, _ = models.load({str(tmp_path)!r}, device="cpu")
-for method in ("rehearse:budget=16", "h2o:budget=16", "quest:budget=16"):
+for method in ("rehearse:budget=36", "h2o:budget=36", "quest:budget=36"):
     cache = kvsketch.CompressedCache(model, method)
     model.generate(torch.arange(1, 41)[None], past_key_values=cache, max_new_tokens=3, do_sample=False)
     print(cache.tokens_seen)
