@@ -217,10 +217,10 @@ class QuestionExperiment(Experiment):
         for number, part in enumerate(parts):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
-            own = cache if number == len(parts) - 1 else copy.deepcopy(cache)
-            tokens = self._continue(chosen, own, picks, ids, self.new_tokens(cell))
+            asking = cache if number == len(parts) - 1 else copy.deepcopy(cache)
+            tokens = self._continue(chosen, asking, picks, ids, self.new_tokens(cell))
             said = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            result |= dict(zip(part, zip(said, own.doubt(), strict=True), strict=True))
+            result |= dict(zip(part, zip(said, asking.doubt(), strict=True), strict=True))
         return [self._outcome(each.question, *result[at], facts) for at, each in enumerate(asked)]
 
     def _continue(
