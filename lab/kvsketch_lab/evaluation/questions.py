@@ -251,7 +251,6 @@ class QuestionExperiment(Experiment):
         for number, part in enumerate(parts):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
-<<<<<<< HEAD
             own = cache if number == len(parts) - 1 else copy.deepcopy(cache)
             tokens = self._continue(texts, own, picks, ids, self.new_tokens(asked[0].cells[0]))
             held = memory(own) if self.more else {}
@@ -293,13 +292,6 @@ class QuestionExperiment(Experiment):
     def _ends(self) -> list[int]:
         ends = self.model.generation_config.eos_token_id
         return ends if isinstance(ends, list) else [ends]
-=======
-            asking = cache if number == len(parts) - 1 else copy.deepcopy(cache)
-            tokens = self._continue(chosen, asking, picks, ids, self.new_tokens(cell))
-            said = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
-            result |= dict(zip(part, zip(said, asking.doubt(), strict=True), strict=True))
-        return [self._outcome(each.question, *result[at], facts) for at, each in enumerate(asked)]
->>>>>>> doubt
 
     def _continue(
         self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int
