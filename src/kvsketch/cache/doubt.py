@@ -3,7 +3,7 @@
     doubt = mean over the tokens of the answer of 1 - p(token),      p of the model itself, before temperature
 
 A cache that has dropped what an answer needs leaves the model to guess, and a guess has little probability. The end
-token does not count. How much attention would have gone to dropped tokens tells less (docs/rehearse.md).
+token does not count.
 """
 
 from __future__ import annotations
