@@ -55,7 +55,7 @@ def _told(data: dict[str, Any]) -> bool:
 
 def _question(record: Record) -> tuple[Any, ...]:
     data = record["data"]
-    return record["kind"], model_name(data), record["seed"], data["sample"], data.get("text_sha256")
+    return record["kind"], model_name(data), record["seed"], data["sample"], data.get("text_sha256"), data.get("primed")
 
 
 def auroc(of: Sequence[Answer]) -> float | None:

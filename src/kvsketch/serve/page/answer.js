@@ -6,7 +6,7 @@ import { render } from "./markdown.js";
 import { held_share, near, shaded } from "./text.js";
 
 const DOUBTFUL = 0.5; // of 1: from here on a doubt is told
-const DOUBT = "In doubt: much of what this answer looked for is gone from the cache. Look it up in the text, or ask the full cache.";
+const DOUBT = "In doubt: the model was unsure of this answer. Look it up in the text, or ask the full cache.";
 
 // The box of `told`, an answer to a turn about the document `id`; `grown` is called when it has become longer.
 export function answer_box(turn, told, id, grown = () => {}) {
