@@ -187,6 +187,6 @@ def test_the_plugin_imports_what_attention_needs_alone() -> None:
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     rooms = {name.split(".")[1] for name in told if name.startswith("kvsketch.")}
-    assert rooms == {"cache", "integrations", "methods", "ops", "slots"}
+    assert rooms == {"cache", "compiler", "integrations", "methods", "ops", "slots"}
     assert [name for name in told if name.startswith("kvsketch.cache.")] == ["kvsketch.cache.rotary"]
     assert not {"transformers", "gguf", "safetensors", "accelerate", "typer", "rich"} & {*told}
