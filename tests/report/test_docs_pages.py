@@ -82,7 +82,9 @@ def test_an_unknown_block_is_named(tmp_path: Path) -> None:
     for name in ("results/eval", "docs"):
         (tmp_path / name).mkdir(parents=True)
     (tmp_path / "README.md").write_text("<!-- kvsketch report --docs: nothing -->\n<!-- end -->\n")
-    with pytest.raises(ValueError, match="no template 'nothing'; a page may ask for: agents, balance_theory, benchmarks"):
+    with pytest.raises(
+        ValueError, match="no template 'nothing'; a page may ask for: agents, balance_theory, benchmarks"
+    ):
         docs.pages(tmp_path)
     with pytest.raises(ValueError, match="run this where the repository is"):
         docs.Numbers(tmp_path / "docs")
