@@ -78,6 +78,8 @@ def test_chunks_know_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch, kern
         (1, 1, 64, 0, torch.float32, None, 1, 0.0),
         (130, 2, 80, 4, torch.bfloat16, None, 1, 0.0),
         (140, 1, 16, 4, torch.float32, [0, 3], 1, 400.0),
+        (130, 2, 64, 192, torch.bfloat16, None, 1, 0.0),
+        (70, 1, 16, 65, torch.float32, [0, 3], 1, 400.0),
     ],
 )
 def test_kernel_gives_the_reference(

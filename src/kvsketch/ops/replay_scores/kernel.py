@@ -20,6 +20,9 @@ from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, dense_last
 
 
+MOST_SINKS = 64  # of a tile; a larger one needs more registers than a thread may have
+
+
 class ReplayLaunch(NamedTuple):
     """Tile sizes and resources; every choice gives the same result up to rounding."""
 
@@ -66,7 +69,7 @@ def replay_scores(
         row_sums_kernel[(triton.cdiv(count, rows.still), batch * chunks * query_heads)](
             *(described_rows(tensor, tile) for tensor, tile in tiles), sinks, hidden, row_sums, scale * LOG2E.value,
             count, room, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3],
-            SINKS=sink_count, BLOCK_SINKS=block_size(max(1, sink_count)), ROWS=rows.still, COLUMNS=rows.moving,
+            SINKS=sink_count, BLOCK_SINKS=min(block_size(max(1, sink_count)), MOST_SINKS), ROWS=rows.still, COLUMNS=rows.moving,
             BARE_ROWS=isinstance(bare, Tensor),
             **_resources(rows), **constants,
         )  # fmt: skip
@@ -122,10 +125,12 @@ def row_sums_kernel(
     total = tl.zeros((ROWS,), tl.float32)
     if SINKS > 0:
         sink_base = sink_ptr + b.to(tl.int64) * sink_b + head * sink_h
-        sinks = load_tile(sink_base, 0, sink_n, SINKS, BLOCK_SINKS, D, BLOCK_D, True)
         most = tl.load(bare + b) if BARE_ROWS else bare
-        seen = (tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= most)
-        origin, total, _, _ = add_terms(origin, total, tl.where(seen[None, :], logits(again, sinks, scale), NEG_INF))
+        for at in tl.static_range(0, SINKS, BLOCK_SINKS):
+            sinks = load_tile(sink_base, at, sink_n, SINKS, BLOCK_SINKS, D, BLOCK_D, True)
+            seen = (at + tl.arange(0, BLOCK_SINKS) < SINKS) & (p >= most)
+            terms = tl.where(seen[None, :], logits(again, sinks, scale), NEG_INF)
+            origin, total, _, _ = add_terms(origin, total, terms)
     sink_origin, sink_total = origin, total
     # Tiles with a mask: those of the diagonal, one before it that is part padding, one behind it that is not whole.
     DIAGONAL: tl.constexpr = ROWS // COLUMNS
