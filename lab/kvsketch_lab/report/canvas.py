@@ -11,6 +11,7 @@ from kvsketch_lab.report.palette import Look, order
 GRID = {"color": "#e6e8ec", "linewidth": 0.6}
 # Inches of the widest figure. README shows it about 830 pixels wide, where 9-point text is still readable.
 WIDEST = 9.2
+DPI = 96
 MOST_LETTERS = 34  # of a line of the legend
 
 
@@ -24,7 +25,7 @@ def new_figure(width: float, height: float, rows: int = 1, columns: int = 1) -> 
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure as Canvas
 
-    figure = Canvas(figsize=(width, height), layout="constrained")
+    figure = Canvas(figsize=(width, height), dpi=DPI, layout="constrained")
     FigureCanvasAgg(figure)
     return figure, [axes for line in figure.subplots(rows, columns, squeeze=False) for axes in line]
 

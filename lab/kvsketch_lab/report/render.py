@@ -17,21 +17,22 @@ from kvsketch_lab.report.contents import CLUSTERABILITY, Contents, gather
 from kvsketch_lab.report.kinds import KINDS
 
 NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[lab]'"
-DPI = 96
 COLOURS = 63  # of a figure's palette: enough for lines and text, and a third of the file size
 
 
-def render(source: Path, target: Path, page: bool = True, below: bool = False) -> tuple[list[Path], list[str]]:
-    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user.
-
-    Without `page` there is no HTML page; with `below` the folders in `source` are read too.
-    """
-    contents = gather(source, below)
+def render(source: Path, target: Path) -> tuple[list[Path], list[str]]:
+    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user."""
+    contents = gather(source)
     if not contents.records:
         result = "; ".join(contents.remarks)
         raise ValueError(
             f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {result}"
         )
+    return write(contents, target)
+
+
+def write(contents: Contents, target: Path, page: bool = True) -> tuple[list[Path], list[str]]:
+    """Writes a report into `target`, without `page` no HTML page; the files, and remarks for the user."""
     drawn, remarks = _write_figures(contents, target)
     whole = body(contents, [path.relative_to(target).as_posix() for path in drawn])
     written = [write_whole(target / "report.md", (blocks.markdown(whole) + "\n").encode())]
@@ -61,9 +62,11 @@ def png(figure: Any) -> bytes:
     """A figure as PNG with a palette; the same for the same figure."""
     from PIL import Image
 
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI, metadata={"Software": None})
-    image = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    # `savefig` would draw twice, the first time for the layout alone, which drawing computes anyway.
+    figure.canvas.draw()
+    drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1)
+    image = drawn.convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    small = io.BytesIO()
     image.save(small, format="png", optimize=True)
     return small.getvalue()
 
