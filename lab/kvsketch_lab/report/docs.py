@@ -162,6 +162,10 @@ class Numbers:
         known = self._by_method(kind).get(method, []) if isinstance(method, str) else self._measured(kind)
         return [each for each in known if _is_as(each, where)]
 
+    def methods_of(self, kind: str) -> list[str]:
+        """The text forms of all methods that were measured."""
+        return [method for method in self._by_method(kind) if method]
+
     @cache  # noqa: B019
     def _by_method(self, kind: str) -> dict[Any, list[Data]]:
         result: dict[Any, list[Data]] = {}
@@ -246,7 +250,11 @@ class Numbers:
         known = self._environment.list_templates(extensions=["md"])
         if f"{name}.md" not in known:
             raise ValueError(f"no template {name!r}; a page may ask for: {', '.join(each[:-3] for each in known)}")
-        return self._environment.get_template(f"{name}.md").render(about=about).strip()
+        return self.fill(f"{name}.md", about=about)
+
+    def fill(self, template: str, /, **values: Any) -> str:
+        """A template of any name, filled in."""
+        return str(self._environment.get_template(template).render(**values).strip())
 
     @cached_property
     def _environment(self) -> Any:

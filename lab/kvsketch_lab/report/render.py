@@ -62,6 +62,10 @@ def png(figure: Any) -> bytes:
     """A figure as PNG with a palette; the same for the same figure."""
     from PIL import Image
 
+    # What lies inside the axes has no part in the layout, which would measure each of it.
+    for axes in figure.axes:
+        for artist in (*axes.lines, *axes.collections, *axes.texts):
+            artist.set_in_layout(False)
     # `savefig` would draw twice, the first time for the layout alone, which drawing computes anyway.
     figure.canvas.draw()
     drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1)
