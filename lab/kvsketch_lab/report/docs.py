@@ -49,6 +49,7 @@ from kvsketch_lab.report import (
     vllm,
 )
 from kvsketch_lab.report.contents import Contents, contents_of
+from kvsketch_lab.report.drawn import drawn
 from kvsketch_lab.report.kinds import BIG, KINDS, NOTHING, Data
 from kvsketch_lab.report.rows import Row, is_overall
 
@@ -74,15 +75,18 @@ def write(root: Path, methods: Sequence[Mapping[str, Any]], sizes: Any) -> list[
     write_whole(looks, palette.look_file(methods).encode())
     table = root / "src" / "kvsketch" / advice.FILE
     write_whole(table, recommend.file_text(numbers.everything).encode())
-    drawn = [write_whole(root / "docs" / "pictures" / f"{name}.png", render.png(f)) for name, f in numbers.figures()]
-    report, _ = render.write(numbers.contents, root / "docs" / "report", page=False)
-    return [
-        looks,
-        table,
-        *report,
-        *drawn,
-        *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items()),
-    ]
+    figures, report = drawn(root, lambda: _draw(root, numbers)), root / "docs" / "report"
+    own = [path for path in figures if report in path.parents]
+    texts = render.write_texts(numbers.contents, report, own, page=False)
+    written = [write_whole(path, text.encode()) for path, text in pages(root, numbers).items()]
+    return [looks, table, *texts, *figures, *written]
+
+
+def _draw(root: Path, numbers: Numbers) -> list[Path]:
+    """Draws all figures of a checkout."""
+    report, _ = render.write_figures(numbers.contents, root / "docs" / "report")
+    pictures = root / "docs" / "pictures"
+    return [*report, *(write_whole(pictures / f"{name}.png", render.png(each)) for name, each in numbers.figures())]
 
 
 def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:

@@ -28,17 +28,17 @@ def render(source: Path, target: Path) -> tuple[list[Path], list[str]]:
         raise ValueError(
             f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {result}"
         )
-    return write(contents, target)
+    drawn, remarks = write_figures(contents, target)
+    return [*write_texts(contents, target, drawn, page=True), *drawn], [*contents.remarks, *remarks]
 
 
-def write(contents: Contents, target: Path, page: bool = True) -> tuple[list[Path], list[str]]:
-    """Writes a report into `target`, without `page` no HTML page; the files, and remarks for the user."""
-    drawn, remarks = _write_figures(contents, target)
+def write_texts(contents: Contents, target: Path, drawn: Iterable[Path], page: bool) -> list[Path]:
+    """Writes what a report has beside its figures, without `page` no HTML page."""
     whole = body(contents, [path.relative_to(target).as_posix() for path in drawn])
     written = [write_whole(target / "report.md", (blocks.markdown(whole) + "\n").encode())]
     if page:
         written.append(write_whole(target / "report.html", html_page(whole, target).encode()))
-    return written + drawn, [*contents.remarks, *remarks]
+    return written
 
 
 def html_page(whole: Iterable[blocks.Block], folder: Path) -> str:
@@ -49,7 +49,8 @@ def html_page(whole: Iterable[blocks.Block], folder: Path) -> str:
     return text.substitute(title=TITLE, style=style, body=blocks.html(whole, folder))
 
 
-def _write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[str]]:
+def write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[str]]:
+    """Draws every figure of a report; the files, and a remark where they cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         return [], [NO_FIGURES]
     folder = target / "figures"
