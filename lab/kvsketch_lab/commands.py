@@ -103,10 +103,9 @@ def report(
         from kvsketch_lab.records import write_whole
 
         described = [describe(cls) for cls in METHODS.values()]
-        written = pages.write(Path(), described)
+        written = pages.write(Path(), described, sizes)
         written.append(write_whole(Path("src/kvsketch/cli") / TABLE.name, table_text(described).encode()))
         written.append(write_whole(Path("docs") / "api.md", reference.page().encode()))
-        written += [write_whole(Path("docs") / name, text.encode()) for name, text in sizes.pages(Path()).items()]
     else:
         written, said = render(folder, out or folder / "report")
     for remark in said:

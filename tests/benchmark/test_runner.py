@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import time
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from kvsketch.serve.requests import Request
 from kvsketch_lab import records
 from kvsketch_lab.benchmark import runner, serve
 from kvsketch_lab.benchmark.operations import OPERATIONS
-from kvsketch_lab.benchmark.runner import Benchmark, Fields, Trial
+from kvsketch_lab.benchmark.runner import Benchmark, Fields
 from kvsketch_lab.commands import BENCHMARKS
 from kvsketch_lab.options import option
 from tests.helpers.tiny import save_tiny_model
@@ -126,7 +125,6 @@ MISTAKES = {
         ["operations", "--device", "cpu", "--only", "linear,mass"],
         "where no prefill is measured, for mass; use",
     ),
-    "tune": (["operations", "--tune", "--device", "cpu"], "launch sizes are timed on an NVIDIA GPU"),
     "budgets": (
         ["operations", "--budgets", "512", "--tokens", "256", "--device", "cpu", "--only", "pages"],
         "--budgets 512 is more",
@@ -203,35 +201,6 @@ def test_the_same_command_goes_on_where_it_stopped(
     assert len(run(out, again=True)) == 12
     commit["dirty"] = True
     assert len(run(out)) == 18, "changed code is measured again"
-
-
-class OutOfResources(Exception):
-    """What Triton raises for a launch that does not fit."""
-
-
-@dataclass
-class Tuned(Toy):
-    tuning_kind = "toy-tune"
-    tune: bool = option(False, "time launch sizes instead")
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        def calls_of(launch: float) -> list[Any]:
-            if launch > 1:
-                raise OutOfResources
-            return [lambda: time.sleep(launch)]
-
-        fastest = yield Trial({"size": 1}, (0.02, 0.0, 2.0), calls_of)
-        yield Trial({"size": 2}, fastest[:1], calls_of)
-
-
-def test_launch_sizes_are_timed_and_those_that_do_not_fit_left_out(tmp_path: Path, monkeypatch: Any) -> None:
-    monkeypatch.setattr(runner, "_require_device", lambda benchmark: None)
-    assert runner.run(Tuned(device="cpu", tune=True, out=str(tmp_path / "toy.jsonl"))) == 0
-    result = [
-        (record["kind"], record["data"]["size"], record["data"]["launch"])
-        for record in records.read(tmp_path / "toy.jsonl")
-    ]
-    assert result == [("toy-tune", 1, "0.0"), ("toy-tune", 1, "0.02"), ("toy-tune", 2, "0.0")]
 
 
 def test_checks_see_what_is_no_number() -> None:

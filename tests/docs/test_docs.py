@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 import kvsketch
 from kvsketch.cli import app
 from kvsketch.methods.keep import EvictingMethod
-from kvsketch_lab import reference, sizes
+from kvsketch_lab import reference
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 
@@ -171,9 +171,3 @@ def test_the_reference_is_made_from_the_docstrings() -> None:
     written = (DOCS / "api.md").read_text(encoding="utf-8")
     assert written == reference.page(), "run: kvsketch report --docs"
     assert all(f"ops.{name}" in written for name in kvsketch.ops.__all__)
-
-
-def test_the_sizes_are_what_the_formulas_give() -> None:
-    for name, text in sizes.pages(DOCS.parent).items():
-        assert (DOCS / name).read_text(encoding="utf-8") == text, "run: kvsketch report --docs"
-        assert len(text.splitlines()) < 80, name

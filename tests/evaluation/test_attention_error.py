@@ -11,8 +11,8 @@ import torch
 from kvsketch import models
 from kvsketch.models import texts
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import attention_error, experiment
-from kvsketch_lab.evaluation.attention_error import ORACLE, Captured, Protocol
+from kvsketch_lab.evaluation import attention_error, attention_protocol, experiment
+from kvsketch_lab.evaluation.attention_protocol import ORACLE, Captured, Protocol
 from tests.helpers import zoo
 from tests.helpers.common import bounded
 
@@ -31,7 +31,7 @@ RECALL = (
 
 @pytest.fixture(scope="module")
 def layers() -> dict[int, Captured]:
-    return attention_error.capture(zoo.build("qwen2"), zoo.tokens(1, 480), [0, 1])
+    return attention_protocol.capture(zoo.build("qwen2"), zoo.tokens(1, 480), [0, 1])
 
 
 def test_what_is_captured_is_what_the_model_attends_with(layers: dict[int, Captured]) -> None:
@@ -52,22 +52,22 @@ def test_what_is_captured_is_what_the_model_attends_with(layers: dict[int, Captu
 @pytest.mark.parametrize("text", [ORACLE, *BOUNDED, *RECALL])
 def test_reading_everything_is_exact(layers: dict[int, Captured], text: str) -> None:
     for layer in layers.values():
-        outcome = attention_error.measure(text, 1, layer, QUERIES)
+        outcome = attention_protocol.measure(text, 1, layer, QUERIES)
         assert outcome.error < 1e-5
         assert outcome.tokens_read == 480 - QUERIES
 
 
 @pytest.mark.parametrize("text", [*BOUNDED, *RECALL])
 def test_a_part_is_read_and_the_error_is_not_zero(layers: dict[int, Captured], text: str) -> None:
-    outcome = attention_error.measure(text, 4, layers[1], QUERIES)
+    outcome = attention_protocol.measure(text, 4, layers[1], QUERIES)
     assert 1e-4 < outcome.error < 2.0
-    assert outcome.tokens_read <= attention_error.reads(480 - QUERIES, 4)
+    assert outcome.tokens_read <= attention_protocol.reads(480 - QUERIES, 4)
 
 
 def test_positions_in_the_cache_are_refused(layers: dict[int, Captured]) -> None:
     """Exact attention is at the positions of the text."""
     with pytest.raises(ValueError, match="positions of the text; use positions=text"):
-        attention_error.measure("streamingllm:positions=cache", 4, layers[1], QUERIES)
+        attention_protocol.measure("streamingllm:positions=cache", 4, layers[1], QUERIES)
 
 
 @pytest.mark.parametrize("text", [text for text in RECALL if text != "clusterkv"])
@@ -76,15 +76,15 @@ def test_the_oracle_is_better_than_what_reads_as_many_tokens(layers: dict[int, C
         # Queries of random weights like all keys alike; only where attention is peaked are the top tokens the best.
         layer = layer._replace(queries=8 * layer.queries)
         for rate in (2, 4, 8):
-            oracle = attention_error.measure(ORACLE, rate, layer, QUERIES)
-            assert oracle.error <= attention_error.measure(text, rate, layer, QUERIES).error
+            oracle = attention_protocol.measure(ORACLE, rate, layer, QUERIES)
+            assert oracle.error <= attention_protocol.measure(text, rate, layer, QUERIES).error
 
 
 def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) -> None:
     layer = layers[1]
     context = 480 - QUERIES
-    recent = attention_error.reads(context, 4) - attention_error.SINKS
-    kept = [*range(attention_error.SINKS), *range(context - recent, context)]
+    recent = attention_protocol.reads(context, 4) - attention_protocol.SINKS
+    kept = [*range(attention_protocol.SINKS), *range(context - recent, context)]
     queries = layer.queries[:, :, context:].double()
     keys, values = (t[:, :, :context].double().repeat_interleave(2, 1) for t in (layer.keys, layer.values))
 
@@ -93,7 +93,7 @@ def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) 
 
     exact = attend(list(range(context)))
     wanted = ((attend(kept) - exact).norm(dim=-1) / exact.norm(dim=-1)).mean()
-    result = attention_error.measure("streamingllm", 4, layer, QUERIES)
+    result = attention_protocol.measure("streamingllm", 4, layer, QUERIES)
     assert result.error == pytest.approx(float(wanted), rel=1e-4)
     assert result.tokens_read == len(kept)
 
@@ -101,8 +101,8 @@ def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) 
 @pytest.mark.parametrize("text", [ORACLE, *BOUNDED, *RECALL])
 def test_the_protocol_of_balancekv_is_causal(layers: dict[int, Captured], text: str) -> None:
     """With one in one token read the answers are those of causal attention over all tokens."""
-    assert attention_error.measure(text, 1, layers[1], QUERIES, CAUSAL).error < 1e-5
-    outcome = attention_error.measure(text, 4, layers[1], QUERIES, CAUSAL)
+    assert attention_protocol.measure(text, 1, layers[1], QUERIES, CAUSAL).error < 1e-5
+    outcome = attention_protocol.measure(text, 4, layers[1], QUERIES, CAUSAL)
     assert 1e-4 < outcome.error < 2.0 and outcome.tokens_read <= CAUSAL.reads(480, 4)
 
 
@@ -116,13 +116,13 @@ def test_the_protocol_of_balancekv_by_hand(layers: dict[int, Captured]) -> None:
     kept = causal & ((token < CAUSAL.sinks) | (token >= 480 - recent))
     exact, out = (scores.masked_fill(~seen, -torch.inf).softmax(-1) @ values for seen in (causal, kept))
     wanted = ((out - exact).norm(dim=-1) / exact.norm(dim=-1)).mean()
-    result = attention_error.measure("streamingllm", 4, layer, QUERIES, CAUSAL)
+    result = attention_protocol.measure("streamingllm", 4, layer, QUERIES, CAUSAL)
     assert result.error == pytest.approx(float(wanted), rel=1e-4)
 
 
 def test_the_seed_changes_methods_with_chance_alone(layers: dict[int, Captured]) -> None:
     def errors(text: str) -> list[float]:
-        return [attention_error.measure(text, 4, layers[1], QUERIES, seed=seed).error for seed in (0, 1)]
+        return [attention_protocol.measure(text, 4, layers[1], QUERIES, seed=seed).error for seed in (0, 1)]
 
     assert len(set(errors("uniform"))) == len(set(errors("balancekv"))) == 2
     assert len(set(errors("snapkv"))) == 1
@@ -147,7 +147,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     result = list(records.read(tmp_path / "attention_error.jsonl"))
     # Three methods without chance once, uniform with three seeds, at two rates.
     assert len(loads) == 1 and len(result) == 2 * (3 + 3)
-    assert {record["kind"] for record in result} == {attention_error.KIND}
+    assert {record["kind"] for record in result} == {"attention_error"}
     assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in result)
     assert "12 records" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--tokens 170 leaves too few"):
@@ -158,4 +158,4 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
 
 def test_a_layer_that_is_not_there_is_named() -> None:
     with pytest.raises(ValueError, match=r"layers \[7\].*are 0, 1"):
-        attention_error.capture(zoo.build("qwen2"), zoo.tokens(1, 32), [7])
+        attention_protocol.capture(zoo.build("qwen2"), zoo.tokens(1, 32), [7])

@@ -22,7 +22,7 @@ from kvsketch.compare.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS
 from kvsketch.models import identity
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import experiment, result_table, runner
+from kvsketch_lab.evaluation import experiment, runner
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure, methods_option
 from kvsketch_lab.options import option
 from tests.helpers import tiny, zoo
@@ -310,11 +310,12 @@ def test_every_sample_has_a_cache_seed_of_its_own() -> None:
     assert cells[0].cache_seed == Cell("snapkv", "1/2", "question=0", 0).cache_seed, "the same for all methods"
 
 
-def test_the_summary_shows_failures_and_intervals() -> None:
+def test_the_summary_shows_failures_and_intervals(monkeypatch: pytest.MonkeyPatch) -> None:
     cell = {"method": "a", "budget": "1/4", "seed": 0}
     data = [{**cell, "sample": f"text {i}", "size": i % 2, "score": float(i > 3)} for i in range(8)]
     data += [{"method": "a", "budget": "1/4", "size": 1, "failed": "no"}]
-    table = result_table.table("title", data, "score", by="size")
+    monkeypatch.setattr(Toy, "by", "size")
+    table = Toy(ToyOptions()).table(data)
     cells = [next(iter(column.cells)) for column in table.columns]
     assert cells[:2] == ["a", "1/4"] and cells[4] == "0.50 [0.12, 0.88]"
     assert cells[5:7] == ["8", "1"]

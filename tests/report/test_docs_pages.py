@@ -10,8 +10,8 @@ import pytest
 
 from kvsketch import METHODS
 from kvsketch.cli.methods import describe
-from kvsketch_lab import records
-from kvsketch_lab.report import benchmarks, blocks, docs, recall, streams
+from kvsketch_lab import records, sizes
+from kvsketch_lab.report import blocks, docs, recall, streams
 from kvsketch_lab.report.body import body
 from tests.report.sample_records import record, write
 
@@ -22,7 +22,7 @@ CELL = {"model": "m", "dtype": "bfloat16", "budgets_in": "tokens", "method": "sn
 
 @pytest.fixture(scope="module")
 def numbers() -> docs.Numbers:
-    return docs.Numbers(ROOT, [describe(cls) for cls in METHODS.values()])
+    return docs.Numbers(ROOT, [describe(cls) for cls in METHODS.values()], sizes)
 
 
 def test_every_page_is_written_from_the_records(numbers: docs.Numbers) -> None:
@@ -33,6 +33,9 @@ def test_every_page_is_written_from_the_records(numbers: docs.Numbers) -> None:
         "recall.md",
         "long_contexts.md",
         "benchmarks.md",
+        "out_of_memory.md",
+        "many_users.md",
+        "vllm_concurrency.md",
     }
     for path, text in written.items():
         assert path.read_text(encoding="utf-8") == text, f"{path.name}; {COMMAND}"
@@ -142,7 +145,7 @@ def test_steps_of_other_shapes_and_prompts_stay_apart(tmp_path: Path) -> None:
     assert numbers.values("decode", "step_ms") == [5.0]
     assert numbers.values("decode_all", "step_ms") == [5.0, 4.0, 9.0]
     assert numbers.values("decode_all", "step_ms", shape="llama-2-7b") == [9.0]
-    page = benchmarks.page(made)
+    page = numbers.words("benchmarks")
     assert "| 1 | `full` | 5.00 |" in page and "| 1 | `full` | 9.00 |" not in page
 
 
@@ -221,9 +224,12 @@ def test_of_an_error_measured_twice_the_last_counts_and_other_settings_are_no_pa
     assert [(row["method"], row["mean"]) for row in rows] == [("quest", 0.05)]
 
 
-def test_the_last_record_of_a_benchmark_counts() -> None:
+def test_the_last_record_of_a_benchmark_counts(tmp_path: Path) -> None:
     data = {"method": "full", "batch": 1, "prompt": 8, "p10_ms": 6.0, "p90_ms": 8.0, "failed": None}
     data |= {"floor_ms": 4.0, "cache_bytes": 2_000_000}
-    page = benchmarks.page([record("decode", {**data, "step_ms": step}) for step in (9.0, 7.0)])
+    for name in ("docs", "results/eval"):
+        (tmp_path / name).mkdir(parents=True)
+    write(tmp_path / "results" / "decode.jsonl", [record("decode", {**data, "step_ms": ms}) for ms in (9.0, 7.0)])
+    page = docs.Numbers(tmp_path).words("benchmarks")
     assert "| 1 | `full` | 7.00 | 6.00-8.00 | 4.00 | 1.00x |" in page
     assert "9.00" not in page

@@ -3,14 +3,31 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvsketch_lab.report import docs, equal_bytes, evidence
-from tests.report.sample_records import record
+from tests.report.sample_records import record, write
 
-PARTS = {part.title: part for part in evidence.PARTS}
+
+def test_every_part_of_the_page_has_a_text(tmp_path: Path) -> None:
+    """The template names the tables by their titles."""
+    for name in ("docs", "results/eval"):
+        (tmp_path / name).mkdir(parents=True)
+    parts = {
+        "leval": {"task": "tpo"}, "locomo": {"task": "temporal"}, "gsm8k": {"problems": 1}, "ruler": {"length": 4000},
+        "instructions": {"instructions": 5, "tokens": 99}, "lines": {"lines": 200, "turns": 5, "turn": 0},
+        "likelihood": {"task": "qmsum", "nll": 1.0, "kl": 0.0, "kl_largest": [0.0], "tokens_scored": 1},
+    }  # fmt: skip
+    for kind, facts in parts.items():
+        own = [made(kind, method, budget, 0, 0, **{"task": "x", "score": 1.0, **facts})
+               for method, budget in (("full", ""), ("rehearse", "1/8"))]  # fmt: skip
+        write(tmp_path / "results" / "evidence" / f"{kind}.jsonl", own)
+    page = docs.Numbers(tmp_path).words("evidence")
+    titles = {evidence.columns(record)[0] for record in docs.Numbers(tmp_path).records("evidence")}
+    assert len(titles) == 7 and all(f"### {title}\n" in page for title in titles)
 
 
 def made(kind: str, method: str, budget: str, text: int, number: int, **more: Any) -> Any:
@@ -34,7 +51,7 @@ def answers() -> Iterator[Any]:
 
 
 def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
-    table = evidence.tables(list(answers()), docs.BIG, PARTS["Questions about documents"])
+    table = evidence.tables(list(answers()), docs.BIG, "Questions about documents")
     eighth, sixteenth = table.split("**1/16 of the bytes**")
     assert "sci_fi (32 questions; not telling, chance 0.50)" in eighth and "tpo (32 questions)" in eighth
     lines = [line for line in eighth.splitlines() if line.startswith("| `")]
@@ -48,9 +65,9 @@ def test_turns_and_alone_are_apart() -> None:
         made("leval", "full", "", text, n, task="tpo", score=1.0, turns=5, turn=n) for text in range(3) for n in (0, 1)
     ]
     own = [*answers(), *talk]
-    assert "32 questions" in evidence.tables(own, docs.BIG, PARTS["Questions about documents"])
+    assert "32 questions" in evidence.tables(own, docs.BIG, "Questions about documents")
     talked = [made("leval", "rehearse", "1/8", text, 1, task="tpo", score=0.5, turns=5, turn=1) for text in range(3)]
-    table = evidence.tables([*own, *talked], docs.BIG, PARTS["Many turns"])
+    table = evidence.tables([*own, *talked], docs.BIG, "Many turns")
     assert "tpo, first turn (3 questions" in table and "tpo, turns 2 to 5 (3 questions" in table and "0.50" in table
 
 
@@ -83,6 +100,6 @@ def test_likelihoods_show_their_divergence() -> None:
         for text in range(4)
         for method, budget, kl in (("full", "", 0.0), ("rehearse", "1/8", 0.25))
     ]
-    table = evidence.tables(own, docs.BIG, PARTS["How likely a reference is"])
+    table = evidence.tables(own, docs.BIG, "How likely a reference is")
     row = next(line for line in table.splitlines() if "`rehearse`" in line)
     assert "2.25 [2.25, 2.25]" in row and "0.250" in row and "1.00" in row and "not telling" not in table

@@ -127,7 +127,7 @@ def of_choosing() -> Iterator[tuple[Cell, str]]:
 
 
 def of_papers() -> Iterator[tuple[Cell, str]]:
-    for paper in papers.PAPERS.values():
+    for paper in papers.index(docs.Numbers(ROOT)):
         page = (ROOT / "docs" / "papers" / f"{paper.name}.md").read_text(encoding="utf-8").splitlines()
         for claim in paper.claims:
             shown = [text for text in page if text.startswith(f"| **{claim.at}**: {claim.says} |")]

@@ -19,8 +19,7 @@ from kvsketch_lab.evaluation.leval import TASKS
 from kvsketch_lab.records import Estimate
 from kvsketch_lab.report import docs, papers
 from kvsketch_lab.report.kinds import ALL_TASKS, KINDS
-from kvsketch_lab.report.papers import claims
-from kvsketch_lab.report.papers.claims import CLOSE, FAILS, HOLDS, NOTHING, Ask, Claim, Value, ask
+from kvsketch_lab.report.papers import CLOSE, FAILS, HOLDS, NOTHING, Ask, Claim, Value, ask
 from tests.report.sample_records import record
 
 ROOT = Path(__file__).parents[2]
@@ -56,7 +55,17 @@ SETTINGS = {
     "leval": "|".join([ALL_TASKS, *TASKS]),
     "summaries": r"[\d,]+ tokens(, from \w+\.jsonl, beside a reference)?",
 }
-ALL = [(paper.name, claim) for paper in papers.PAPERS.values() for claim in paper.claims]
+
+
+def pages() -> dict[str, papers.Page]:
+    """The pages as they are without any record."""
+    numbers = docs.Numbers(ROOT)
+    numbers.everything = []
+    return {page.name: page for page in papers.index(numbers)}
+
+
+PAGES = pages()
+ALL = [(page.name, claim) for page in PAGES.values() for claim in page.claims]
 ASKS = [(name, claim.at, each) for name, claim in ALL for each in {**claim.ours, **claim.beside}.values()]
 
 
@@ -67,10 +76,9 @@ def numbers() -> docs.Numbers:
 
 @pytest.mark.parametrize("name", papers.PAPERS)
 def test_every_table_figure_theorem_and_number_has_a_line(name: str) -> None:
-    paper = papers.PAPERS[name]
-    text = "\n".join(
-        [part.title for part in paper.parts] + [f"{c.at} {c.says} {c.setting} {c.why}" for c in paper.claims]
-    )
+    page = PAGES[name]
+    titles = re.findall(r"^## (.*)$", page.text, re.MULTILINE)
+    text = "\n".join(titles + [f"{c.at} {c.says} {c.setting} {c.why}" for c in page.claims])
     missing = [each for each in LISTED[name].split("|") if not re.search(rf"(?<![\d.]){re.escape(each)}(?!\d)", text)]
     assert not missing
 
@@ -79,7 +87,7 @@ def test_a_claim_is_decided_in_one_way() -> None:
     for name, claim in ALL:
         ways = [claim.rule, claim.verdict, claim.test]
         assert sum(map(bool, ways)) <= 1, (name, claim.at)
-        assert not claim.verdict or claim.verdict in claims.VERDICTS
+        assert not claim.verdict or claim.verdict in papers.VERDICTS
         assert not claim.rule or claim.ours, (name, claim.at)
 
 
@@ -87,8 +95,8 @@ def test_rules_name_numbers_that_their_claim_has() -> None:
     for name, claim in ALL:
         known = {**claim.ours, **claim.beside}
         for comparison in claim.comparisons():
-            left, sign, factor, right = claims.parsed(comparison)
-            assert left in known and sign in claims.COMPARE and factor > 0, (name, comparison)
+            left, sign, factor, right = papers.parsed(comparison)
+            assert left in known and sign in papers.COMPARE and factor > 0, (name, comparison)
             assert right in known or float(right) > 0, (name, comparison)
 
 
@@ -124,22 +132,22 @@ def test_verdicts_follow_from_the_numbers(numbers: docs.Numbers) -> None:
     """A claim that holds is true of the means; one that does not is false of one of them."""
     seen = set()
     for name, claim in ALL:
-        values = {key: claims.value_of(numbers, each) for key, each in {**claim.ours, **claim.beside}.items()}
-        kind, _ = claims.judged(claim, values)
+        values = {key: papers.value_of(numbers, each) for key, each in {**claim.ours, **claim.beside}.items()}
+        kind, _ = papers.judged(claim, values)
         seen.add(kind)
         if claim.rule and kind != NOTHING:
             means = {key: value.estimate.value for key, value in values.items() if value}
             true = [compared(each, means) for each in claim.comparisons()]
             assert all(true) if kind == HOLDS else kind == CLOSE or not all(true), (name, claim.at)
         if claim.rule and kind == NOTHING:
-            named = {part for each in claim.comparisons() for part in claims.parsed(each)[::3]}
+            named = {part for each in claim.comparisons() for part in papers.parsed(each)[::3]}
             assert any(key in named and value is None for key, value in values.items()), (name, claim.at)
     assert {HOLDS, FAILS, CLOSE} <= seen
 
 
 def compared(comparison: str, means: dict[str, float]) -> bool:
-    left, sign, factor, right = claims.parsed(comparison)
-    return bool(claims.COMPARE[sign](means[left], factor * means[right] if right in means else float(right)))
+    left, sign, factor, right = papers.parsed(comparison)
+    return bool(papers.COMPARE[sign](means[left], factor * means[right] if right in means else float(right)))
 
 
 def value(middle: float, half: float | None = None) -> Value:
@@ -149,26 +157,26 @@ def value(middle: float, half: float | None = None) -> Value:
 
 def test_intervals_decide() -> None:
     near = {"a": value(0.5, 0.1), "b": value(0.4, 0.1)}
-    assert claims.difference(near["a"].estimate, near["b"].estimate) == pytest.approx(
+    assert papers.difference(near["a"].estimate, near["b"].estimate) == pytest.approx(
         (0.1 - math.sqrt(0.02), 0.1 + math.sqrt(0.02))
     )
-    assert claims.holds("a > b", near) == claims.holds("b > a", near) == CLOSE
+    assert papers.holds("a > b", near) == papers.holds("b > a", near) == CLOSE
     far = {"a": value(0.5, 0.05), "b": value(0.4, 0.05)}
-    assert claims.holds("a > b", far) == HOLDS and claims.holds("b > a", far) == FAILS
-    assert claims.holds("a >= 0.44", far) == HOLDS and claims.holds("a >= 0.47", far) == CLOSE
-    assert claims.holds("a <= 2 * b", far) == HOLDS and claims.holds("a > c", {**far, "c": None}) == NOTHING
+    assert papers.holds("a > b", far) == HOLDS and papers.holds("b > a", far) == FAILS
+    assert papers.holds("a >= 0.44", far) == HOLDS and papers.holds("a >= 0.47", far) == CLOSE
+    assert papers.holds("a <= 2 * b", far) == HOLDS and papers.holds("a > c", {**far, "c": None}) == NOTHING
     exact = {"a": value(2.0), "b": value(2.0)}
-    assert claims.holds("a >= b", exact) == HOLDS and claims.holds("a > b", exact) == FAILS
+    assert papers.holds("a >= b", exact) == HOLDS and papers.holds("a > b", exact) == FAILS
     with pytest.raises(ValueError, match="'a is b' is no comparison; write: name > name"):
-        claims.holds("a is b", exact)
+        papers.holds("a is b", exact)
 
 
 def test_one_comparison_that_fails_is_enough() -> None:
     claim = Claim("at", "says", "", {"a": ask("x"), "b": ask("x"), "c": ask("x")}, rule="a > b and b > c")
     values: dict[str, Any] = {"a": value(3.0), "b": value(1.0), "c": value(2.0)}
-    assert claims.judged(claim, values) == (FAILS, "b > c")
-    assert claims.judged(claim, {**values, "c": value(0.5)}) == (HOLDS, "")
-    assert claims.judged(claim, {**values, "c": None}) == (NOTHING, "")
+    assert papers.judged(claim, values) == (FAILS, "b > c")
+    assert papers.judged(claim, {**values, "c": value(0.5)}) == (HOLDS, "")
+    assert papers.judged(claim, {**values, "c": None}) == (NOTHING, "")
 
 
 def test_a_page_fills_when_the_record_appears(tmp_path: Path) -> None:
@@ -182,9 +190,9 @@ def test_a_page_fills_when_the_record_appears(tmp_path: Path) -> None:
     ]
     records.append(tmp_path / "results" / "eval" / "lines.jsonl", *made)
     names = {"ours": "keyformer:b=2:a=1", "theirs": "h2o"}
-    own = {name: claims.answers("lines", method, "1/4", "lines 200") for name, method in names.items()}
+    own = {name: papers.answers("lines", method, "1/4", "lines 200") for name, method in names.items()}
     claim = Claim("Fig. 1", "better", "any", own, rule="ours > theirs")
-    line = claims.shown(docs.Numbers(tmp_path), claim)
+    line = papers.shown(docs.Numbers(tmp_path), claim)
     assert (
         line.says == "**Fig. 1**: better" and line.verdict == f"**{HOLDS}**" and line.commands == (made[0]["command"],)
     )
@@ -193,8 +201,8 @@ def test_a_page_fills_when_the_record_appears(tmp_path: Path) -> None:
         "Fig. 1",
         "better",
         "any",
-        {**own, "more": claims.answers("lines", "quest", "1/4", "lines 200")},
+        {**own, "more": papers.answers("lines", "quest", "1/4", "lines 200")},
         rule="more > ours",
     )
-    unknown = claims.shown(docs.Numbers(tmp_path), other)
+    unknown = papers.shown(docs.Numbers(tmp_path), other)
     assert unknown.kind == NOTHING and unknown.ours.startswith("ours 0.80") and "more not measured" in unknown.ours

@@ -14,15 +14,13 @@ continues when the same command is given at the same commit; `--again` measures 
 
 from __future__ import annotations
 
-import dataclasses
 import os
-import re
 import sys
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from rich.console import Console
@@ -31,8 +29,8 @@ from tqdm import tqdm
 from typer.core import TyperCommand
 
 from kvsketch import ops
-from kvsketch_lab import records
-from kvsketch_lab.benchmark.device import Call, Device, Timing
+from kvsketch_lab import columns, records
+from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.options import Options, option
 from kvsketch_lab.options import command as make_command
 
@@ -40,18 +38,6 @@ Fields = dict[str, Any]
 FAILED, OUT_OF_MEMORY = records.FAILED, "out of memory"
 OutOfMemory = torch.OutOfMemoryError
 WIDTH_IN_FILES = 160
-COLUMN = re.compile(r"(?P<heading>[^=:]+)(=(?P<field>\w+)(/(?P<divisor>1e\d))?)?(:(?P<form>.+))?")
-# Errors of a launch that does not compile or asks for more than a multiprocessor has.
-DOES_NOT_FIT = ("OutOfResources", "PassManagerError", "CompilationError")
-
-
-class Trial(NamedTuple):
-    """Launch sizes to be timed: fields of their records, and the calls for each of them."""
-
-    setting: Fields
-    launches: Iterable[Any]
-    calls_of: Callable[[Any], Sequence[Call]]
-    timing: dict[str, Any] = {}  # noqa: RUF012
 
 
 class Measured(ABC):
@@ -69,10 +55,6 @@ class Measured(ABC):
     def measure(self, *_: Any, **cell: Any) -> Iterator[Fields]:
         """The rows of a cell, one for each contender."""
 
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        """Yields launch sizes to time, and receives those of a trial back, the fastest first."""
-        yield from ()
-
 
 @dataclass
 class Benchmark(Options, Measured):
@@ -81,9 +63,8 @@ class Benchmark(Options, Measured):
     name: ClassVar[str]
     kind: ClassVar[str]  # of its records
     title: ClassVar[str] = ""
-    columns: ClassVar[str]  # by |: heading=field/divisor:format, of which a field of the same name needs only itself
+    columns: ClassVar[str]  # of its table, as `kvsketch_lab.columns` reads them
     operation: ClassVar[str] = ""  # whose kernel is measured; without it there is nothing to measure on a GPU
-    tuning_kind: ClassVar[str] = ""  # of the records of `trials`
 
     seed: int = option(0, "chooses the random inputs")
     device: str = option("cuda", "cuda; cpu to try the benchmark with small shapes")
@@ -96,11 +77,6 @@ class Benchmark(Options, Measured):
 
     def check_options(self) -> None:
         """Raises ValueError for options that do not fit each other; called before anything runs."""
-
-    @property
-    def tunes(self) -> bool:
-        """Whether launch sizes of the kernels are timed instead."""
-        return bool(getattr(self, "tune", False))
 
     def headline(self, rows: list[Fields]) -> str:
         return self.title
@@ -125,16 +101,12 @@ def run(benchmark: Benchmark) -> int:
         raise ValueError(
             f"--out {path} is a folder; name the file of the records, such as {path / benchmark.name}.jsonl"
         )
-    cells = [] if benchmark.tunes else list(benchmark.cells())
+    cells = list(benchmark.cells())
     if wrong := list(benchmark.wrong()):
         print("\n".join(["Nothing is reported: our results differ from the reference.", *wrong]), file=sys.stderr)
         return 1
-    if benchmark.tunes:
-        rows, skipped, columns = _tuned(benchmark, path), 0, "setting | launch | µs=median_us:,.2f"
-    else:
-        rows, skipped = _measured(benchmark, path, cells)
-        columns = benchmark.columns
-    Console(width=None if sys.stdout.isatty() else WIDTH_IN_FILES).print(table(benchmark, columns, rows))
+    rows, skipped = _measured(benchmark, path, cells)
+    Console(width=None if sys.stdout.isatty() else WIDTH_IN_FILES).print(table(benchmark, rows))
     failed = [row[FAILED] for row in rows if row.get(FAILED)]
     said = [f"{len(rows)} records in {path}"]
     said += [f"{len(failed)} of them failed"] if failed else []
@@ -159,36 +131,10 @@ def _measured(benchmark: Benchmark, path: Path, cells: list[Fields]) -> tuple[li
     return rows, skipped
 
 
-def _tuned(benchmark: Benchmark, path: Path) -> list[Fields]:
-    """A row for each launch, those of a trial from the fastest on; one that does not compile or fit is left out."""
-    trials = benchmark.trials()
-    rows: list[Fields] = []
-    answer: list[Any] | None = None
-    while True:
-        try:
-            setting, launches, calls_of, timing = next(trials) if answer is None else trials.send(answer)
-        except StopIteration:
-            return rows
-        result: dict[Any, Timing] = {}
-        for launch in launches:
-            try:
-                result[launch] = benchmark.on.time(calls_of(launch), **timing)
-            except Exception as error:
-                if type(error).__name__ not in DOES_NOT_FIT:
-                    raise
-                print(f"{launch}: {type(error).__name__}", file=sys.stderr)
-        answer = sorted(result, key=lambda launch: result[launch].median_us)
-        these = [{**setting, "launch": str(launch), **dataclasses.asdict(result[launch])} for launch in answer]
-        records.append(path, *(records.make_record(benchmark.tuning_kind, row, benchmark.seed) for row in these))
-        rows += [row | {"setting": ", ".join(map(str, setting.values()))} for row in these]
-
-
 def _require_device(benchmark: Benchmark) -> None:
     device = benchmark.device
     if device.split(":")[0] not in ("cuda", "cpu"):
         raise ValueError(f"--device {device} is not possible; use cuda or cpu")
-    if benchmark.tunes and not benchmark.on.is_gpu:
-        raise ValueError(f"launch sizes are timed on an NVIDIA GPU; leave --device {device} out")
     if benchmark.on.is_gpu and not torch.cuda.is_available():
         raise ValueError(
             f"the {benchmark.name} benchmark needs an NVIDIA GPU, and torch sees none here; "
@@ -212,30 +158,16 @@ def _recorded(benchmark: Benchmark, path: Path) -> list[Fields]:
     return [r["data"] for r in records.read(path) if tuple(r.get(name) for name in names) == own]
 
 
-def table(benchmark: Benchmark, columns: str, rows: list[Fields]) -> Table:
+def table(benchmark: Benchmark, rows: list[Fields]) -> Table:
     """A line for each row: the fields that the columns name; what a row does not have stays empty."""
     result = Table(title=benchmark.headline(rows) if rows else benchmark.title)
-    specs = [
-        COLUMN.fullmatch(each.strip())
-        for each in (columns + (" | failed" if any(map(_failed, rows)) else "")).split("|")
-    ]
-    for spec in specs:
-        assert spec is not None, columns
-        result.add_column(spec["heading"], justify="right" if spec["form"] else "left", overflow="fold")
+    shown = columns.parse(benchmark.columns + (" | failed" if any(row.get(FAILED) for row in rows) else ""))
+    for column in shown:
+        result.add_column(column.heading, justify="right" if column.form else "left", overflow="fold")
     for row in rows:
-        seen = row if row.get(FAILED) or benchmark.tunes else row | benchmark.shown(row, rows)
-        result.add_row(*(_cell(seen.get(spec["field"] or spec["heading"]), spec) for spec in specs if spec))
+        seen = row if row.get(FAILED) else row | benchmark.shown(row, rows)
+        result.add_row(*(column.of(seen) for column in shown))
     return result
-
-
-def _failed(row: Fields) -> bool:
-    return bool(row.get(FAILED))
-
-
-def _cell(value: Any, spec: re.Match[str]) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    return format(value / float(spec["divisor"]) if spec["divisor"] else value, spec["form"] or "")
 
 
 # what checks and contenders are made of

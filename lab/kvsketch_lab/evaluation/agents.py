@@ -17,21 +17,27 @@ Every turn reads a file by a tool, and asks for a value of it, of an earlier one
 from __future__ import annotations
 
 import time
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
 from kvsketch.serve.chats import Chats
 from kvsketch.serve.spans import finished_spans
 from kvsketch.serve.text import Template
-from kvsketch_lab.evaluation import agent_runs, experiment, runner
+from kvsketch_lab.evaluation import agent_runs, runner
 from kvsketch_lab.evaluation.agent_runs import Message, Run
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
+from kvsketch_lab.evaluation.experiment import (
+    Cell,
+    Experiment,
+    ExperimentOptions,
+    budgets_option,
+    methods_option,
+    model_option,
+)
 from kvsketch_lab.options import option
 from kvsketch_lab.records import mean
 
@@ -48,7 +54,7 @@ ASK = (
 class AgentOptions(ExperimentOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
     methods: str = methods_option("full,summary,rehearse:wait=compact:bits=16")
-    budgets: str = experiment.budgets_option("1/8")
+    budgets: str = budgets_option("1/8")
     turns: int = option(100, "turns of a run", least=2)
     entries: int = option(3, "values in a file that a turn reads", least=1, most=len(agent_runs.WORDS))
     answer: int = option(12, "tokens of an answer", least=4)
@@ -57,8 +63,11 @@ class AgentOptions(ExperimentOptions):
 
 
 class Agents(Experiment):
-    name = "agents"
-    metric = "right"
+    name, metric = "agents", "right"
+    columns = (
+        "system=right_system:.3f | files=right_file:.3f | tokens read=read:.0f | MB at the end=end/1e6:.1f | "
+        "s, last turn=last:.2f"
+    )
     options: AgentOptions
 
     def cells(self) -> list[Cell]:
@@ -76,27 +85,12 @@ class Agents(Experiment):
         own = self.options
         return (("summary_at", own.summary_at), ("summary_tokens", own.summary_tokens)) if method == SUMMARY else ()
 
-    def alike(self, cell: Cell) -> Hashable:
-        return cell.key
-
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         for cell in cells:
             yield cell, Agent(self, cell).outcome()
 
-    def table(self, data: list[Data]) -> Table:
-        result = Table(title="runs of an agent")
-        for column in ("method", "share", "runs", "right", "system", "files", "prefill", "MB at the end", "s a turn"):
-            result.add_column(column, no_wrap=True)
-        for key in dict.fromkeys((each["method"], each["budget"]) for each in data):
-            own = [each for each in data if (each["method"], each["budget"]) == key and experiment.FAILED not in each]
-            if own:
-                shown = [
-                    f"{mean([each[name] for each in own]):.3f}" for name in ("right", "right_system", "right_file")
-                ]
-                prefill = mean([mean(each["prefill"]) for each in own])
-                held, seconds = (mean([each[name][-1] for each in own]) for name in ("bytes", "seconds"))
-                result.add_row(*key, str(len(own)), *shown, f"{prefill:.0f}", f"{held / 1e6:.1f}", f"{seconds:.2f}")
-        return result
+    def shown(self, data: Data) -> Data:
+        return {"read": mean(data["prefill"]), "end": data["bytes"][-1], "last": data["seconds"][-1]}
 
 
 class Agent:

@@ -11,12 +11,9 @@ random draws are measured with the first seed only. Runs on any device.
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
-
-from rich.table import Table
 
 from kvsketch.compare import budgets
 from kvsketch.methods import parse_method
@@ -24,40 +21,21 @@ from kvsketch.methods.budget import Size
 from kvsketch.models import texts
 from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.attention_protocol import (
-    BALANCEKV,
     ORACLE,
     PREFIX,
     PROTOCOLS,
-    RECENT,
-    SINKS,
     Captured,
-    Outcome,
-    Protocol,
-    capture,
-    configured,
     measure,
-    reads,
-    relative_error,
 )
-from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
+from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import (
     Cell,
-    Experiment,
-    ExperimentOptions,
     budgets_option,
     methods_option,
     model_option,
 )
-from kvsketch_lab.evaluation.result_table import by_method, estimate_text
 from kvsketch_lab.options import option
 
-__all__ = [
-    "BALANCEKV", "CONTENDERS", "KIND", "LAYERS", "ORACLE", "PAPER_CLUSTERKV", "PREFIX", "RATES", "RECENT", "SINKS",
-    "AttentionError", "Captured", "Outcome", "Protocol", "capture", "configured", "main", "measure", "reads",
-    "relative_error", "summary",
-]  # fmt: skip
-
-KIND = "attention_error"
 RATES = (4, 8, 16)
 LAYERS = (0, 1, 2, 4, 8, 12, 16, 20, 23)
 PAPER_CLUSTERKV = "clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false"
@@ -76,7 +54,7 @@ CONTENDERS = (
 
 
 @dataclass
-class AttentionErrorOptions(ExperimentOptions):
+class AttentionErrorOptions(LayerOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
     methods: str = methods_option(",".join(CONTENDERS))
     budgets: str = budgets_option(",".join(f"1/{rate}" for rate in RATES))
@@ -90,20 +68,15 @@ class AttentionErrorOptions(ExperimentOptions):
     texts: str = passages.texts_option(texts.LONGEST_SPEECH)
 
 
-class AttentionError(Experiment):
-    name = "attention-error"
-    metric = "mean"
+class AttentionError(LayerExperiment):
+    name, metric, form = "attention-error", "mean", ".4f"
+    columns = "tokens read=tokens_read:,.0f"
     options: AttentionErrorOptions
 
     def __init__(self, options: AttentionErrorOptions) -> None:
         super().__init__(options)
         self.protocol = PROTOCOLS[options.protocol]
         self.queries = options.queries or (self.protocol.recent if self.protocol.causal else 2 * self.protocol.recent)
-        self.layers = layer_numbers(options.layers, options.model)
-        self._texts = TextCapture(options.tokens, self.layers)
-
-    def check(self) -> None:
-        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens)
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -124,7 +97,7 @@ class AttentionError(Experiment):
         added = (("protocol", self.protocol.name), ("tokens", self.options.tokens), ("queries", self.queries))
         return [
             Cell(method, budget, name, seed, (*self.setting, *added, ("layers", layers)))
-            for name in passages.names(self.options.texts)
+            for name in self.texts
             for method, budget in self.contenders
             for seed in (self.seeds if _has_chance(method) else self.seeds[:1])
         ]
@@ -141,7 +114,7 @@ class AttentionError(Experiment):
         return cell.sample, cell.method
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        layers = self.captured(cells[0].sample)
         for cell in cells:
             try:
                 rate = rate_of(cell.budget)
@@ -156,22 +129,6 @@ class AttentionError(Experiment):
             except (ValueError, RuntimeError) as error:
                 outcome = experiment.failure(error)
             yield cell, outcome
-
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        """A row for each method and rate: the error with its interval and its deviation over texts and seeds."""
-        result = Table(title="relative error of the attention output")
-        for column in ("method", "budget", "error [95%]", "deviation", "measured", "failed", "tokens read"):
-            result.add_column(column, justify="left" if column in ("method", "budget") else "right", no_wrap=True)
-        for (method, budget), cells in by_method(data).items():
-            right = [each for each in cells if experiment.FAILED not in each]
-            means = [each["mean"] for each in right]
-            deviation = f"{statistics.stdev(means):.4f}" if len(means) > 1 else "-"
-            read = f"{statistics.mean(each['tokens_read'] for each in right):,.0f}" if right else "-"
-            failed = str(len(cells) - len(right))
-            result.add_row(
-                method, budget, estimate_text(right, "mean", digits=4), deviation, str(len(right)), failed, read
-            )
-        return result
 
 
 def rate_of(budget: str) -> int:

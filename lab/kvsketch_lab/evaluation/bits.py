@@ -24,7 +24,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from kvsketch import ops
@@ -63,8 +62,11 @@ class BitsOptions(ExperimentOptions):
 
 
 class Bits(Experiment):
-    name = "bits"
-    metric = "kl"
+    name, metric, form, rows = "bits", "kl", ".5f", ("method",)
+    columns = (
+        "attention error=error:.4f | kl, passage again=again_kl:.5f | nll, passage again=again_nll:.3f | "
+        "bytes=share:.0% | step, ms=step_ms:.1f | captured, ms=captured_ms:.2f"
+    )
     options: BitsOptions
 
     def __init__(self, options: BitsOptions) -> None:
@@ -109,17 +111,6 @@ class Bits(Experiment):
             except Exception as error:
                 outcome = experiment.failure(error)
             yield cell, outcome
-
-    def table(self, data: list[Data]) -> Table:
-        result = Table(title="keys and values in few bits, against the full cache")
-        columns = ("attention error", "kl", "kl, passage again", "nll, passage again", "bytes", "step", "captured")
-        result.add_column("store", no_wrap=True)
-        for column in columns:
-            result.add_column(column, justify="right", no_wrap=True)
-        for text in dict.fromkeys(each["method"] for each in data):
-            right = [each for each in data if each["method"] == text and experiment.FAILED not in each]
-            result.add_row(text, *(_row(right) if right else ["failed"]))
-        return result
 
 
 class Texts:
@@ -231,23 +222,6 @@ def _full(model: Any) -> Any:
 
 def _held(layer: Captured) -> int:
     return sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
-
-
-def _row(data: list[Data]) -> list[str]:
-    def told(name: str, form: str) -> str:
-        known = [each[name] for each in data if name in each]
-        return form.format(mean(known)) if known else "-"
-
-    share = [each["device_bytes"] / each["full_bytes"] for each in data if "device_bytes" in each]
-    return [
-        told("error", "{:.4f}"),
-        told("kl", "{:.5f}"),
-        told("again_kl", "{:.5f}"),
-        told("again_nll", "{:.3f}"),
-        f"{mean(share):.0%}" if share else "-",
-        told("step_ms", "{:.1f} ms"),
-        told("captured_ms", "{:.2f} ms"),
-    ]
 
 
 command, main = runner.commands(Bits)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
-from typing import Any
+from collections.abc import Hashable
+from dataclasses import dataclass
 
 import torch
 
 from kvsketch import models
 from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_protocol import Captured, capture
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option
+from kvsketch_lab.options import option
 
 FORMS = "comma-separated numbers and ranges such as 0,7,14 or 2-, or all"
 
@@ -43,19 +46,49 @@ def full_attention_layers(spec: str) -> list[int]:
     return [layer for layer, kind in enumerate(kinds) if kind == "full_attention"]
 
 
-class TextCapture:
-    """Captures texts one at a time and keeps the last one."""
+@dataclass
+class LayerOptions(ExperimentOptions):
+    methods: str = methods_option("full")
+    texts: str = passages.texts_option("1")
+    tokens: int = option(8192, "tokens that are read", least=2)
+    layers: str = option("all", "such as 0,7,14 or 2- or all")
 
-    def __init__(self, tokens: int, layers: list[int]) -> None:
-        self.tokens, self.layers = tokens, layers
-        self._name = ""
-        self._found: dict[int, Captured] = {}
+
+class LayerExperiment(Experiment):
+    """An experiment on what some layers compute for a text, which the model reads once."""
+
+    options: LayerOptions
+
+    def __init__(self, options: LayerOptions) -> None:
+        super().__init__(options)
+        self.layers = layer_numbers(options.layers, options.model)
+        self._name, self._captured = "", dict[int, Captured]()
+
+    @property
+    def needed(self) -> list[int]:
+        """The layers that are captured."""
+        return self.layers
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of a text that are read: the prompt's, and those of the steps behind it."""
+        return self.options.tokens + int(getattr(self.options, "steps", 0))
+
+    @property
+    def texts(self) -> list[str]:
+        return passages.names(self.options.texts)
+
+    def check(self) -> None:
+        passages.require(self.tokenizer, self.texts, self.tokens)
+
+    def alike(self, cell: Cell) -> Hashable:
+        return cell.sample, cell.seed
 
     @torch.no_grad()
-    def of(self, model: Any, tokenizer: Any, name: str) -> dict[int, Captured]:
-        """Queries, keys and values of the layers for the first tokens of the text `name`."""
+    def captured(self, name: str) -> dict[int, Captured]:
+        """Queries, keys and values of the layers for a text; those of the last text are kept."""
         if self._name != name:
-            self._found = {}
-            ids = passages.token_ids(tokenizer, name, self.tokens, model.device)
-            self._name, self._found = name, capture(model, ids, self.layers)
-        return self._found
+            self._captured = {}
+            ids = passages.token_ids(self.tokenizer, name, self.tokens, self.model.device)
+            self._name, self._captured = name, capture(self.model, ids, self.needed)
+        return self._captured

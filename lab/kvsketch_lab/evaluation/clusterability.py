@@ -18,21 +18,21 @@ If keys cluster better than values, their radius falls faster and they open fewe
 from __future__ import annotations
 
 import random
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
-from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
-from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, methods_option
+from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions, layer_numbers
+from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.result_table import evenly
 from kvsketch_lab.options import option
-from kvsketch_lab.records import mean, mean_text
+from kvsketch_lab.records import Estimate, mean, mean_over_texts
 
 CENTERS = 16
 RUN = 64  # tokens whose mean query norm is one value of the bootstrap
@@ -118,56 +118,44 @@ def _rounded(values: Tensor, digits: int = 4) -> list[float]:
 
 
 @dataclass
-class ClusterabilityOptions(ExperimentOptions):
-    methods: str = methods_option("full")
-    texts: str = passages.texts_option("1")
+class ClusterabilityOptions(LayerOptions):
     tokens: int = option(1024, "tokens of each text", least=2)
-    layers: str = option("all", "such as 0,7,14 or 2- or all")
     pictures: str | None = option(None, "layers with a t-SNE picture; five of them unless given")
     points: int = option(1000, "points of a t-SNE picture", least=4)
     most_centers: int = option(512, "the largest k of the radius curve", least=1)
 
 
-class Clusterability(experiment.Experiment):
+class Clusterability(LayerExperiment):
     """Radius curves, cluster counts, query norms and t-SNE pictures, a record for each layer."""
 
-    name: ClassVar[str] = "clusterability"
-    metric: ClassVar[str] = "query_norm"
+    name, metric, rows = "clusterability", "query_norm", ("layer",)
+    columns = (
+        f"keys r({SHOWN_K})/r(1)=keys_fall:.3f | values r({SHOWN_K})/r(1)=values_fall:.3f | "
+        "keys m'(spread)=keys_count:,.0f | values m'(spread)=values_count:,.0f"
+    )
     options: ClusterabilityOptions
-
-    def __init__(self, options: ClusterabilityOptions) -> None:
-        super().__init__(options)
-        self.layers = layer_numbers(options.layers, options.model)
-        self._texts = TextCapture(options.tokens, self.layers)
-
-    def check(self) -> None:
-        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens)
 
     @property
     def drawn(self) -> list[int]:
         """The layers with a picture."""
         if self.options.pictures is not None:
             return layer_numbers(self.options.pictures, self.options.model) if self.options.pictures else []
-        return [self.layers[(len(self.layers) - 1) * part // 4] for part in range(5)]
+        return evenly(self.layers, 5)
 
     def cells(self) -> list[Cell]:
         options, drawn = self.options, self.drawn
         setting = (*self.setting, ("tokens", options.tokens), ("most_centers", options.most_centers))
         return [
             Cell("full", "", name, seed, (*setting, ("layer", layer), ("points", options.points * (layer in drawn))))
-            for name in passages.names(options.texts)
+            for name in self.texts
             for seed in self.seeds
             for layer in self.layers
         ]
 
-    def alike(self, cell: Cell) -> Hashable:
-        return cell.sample, cell.seed
-
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        layers = self.captured(cells[0].sample)
         for cell in cells:
-            setting = dict(cell.setting)
-            yield cell, self._outcome(layers[setting["layer"]], setting["points"], cell.seed)
+            yield cell, self._outcome(layers[cell["layer"]], cell["points"], cell.seed)
 
     @torch.no_grad()
     def _outcome(self, layer: Captured, points: int, seed: int) -> dict[str, Any]:
@@ -182,34 +170,17 @@ class Clusterability(experiment.Experiment):
             result["tsne"] = picture(layer, head, points, seed)
         return result
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        """A row for each layer and one for all: the mean query norm, and how keys and values cluster."""
-        largest = f"r({SHOWN_K})/r(1)"
-        columns = [f"{what} {name}" for name in (largest, "m'(spread)") for what in ("keys", "values")]
-        result = Table("layer", "|q| [95%]", *columns, title=self.name)
-        layers: dict[int, list[dict[str, Any]]] = {}
-        for each in data:
-            if experiment.FAILED not in each:
-                layers.setdefault(each["layer"], []).append(each)
-        for layer, cells in sorted(layers.items()):
-            result.add_row(str(layer), *_row(cells))
-        if layers:
-            result.add_row("all", *_row([each for cells in layers.values() for each in cells]))
-        return result
+    def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
+        """The mean query norm; its interval draws runs of tokens."""
+        norms = run_means(data)
+        return mean_over_texts(norms, range(len(norms)))
+
+    def shown(self, data: dict[str, Any]) -> dict[str, Any]:
+        falls = {f"{part}_fall": _fall(data[part]["radius"]) for part in ("keys", "values")}
+        return falls | {f"{part}_count": mean(data[part]["clusters"][SHOWN_DELTA]) for part in ("keys", "values")}
 
 
-def _row(cells: list[dict[str, Any]]) -> list[str]:
-    norms = run_means(cells)
-    falls = [mean([_fall(each[what]["radius"]) for each in cells]) for what in ("keys", "values")]
-    counts = [mean([mean(each[what]["clusters"][SHOWN_DELTA]) for each in cells]) for what in ("keys", "values")]
-    return [
-        mean_text(norms, range(len(norms))),
-        *(f"{fall:.3f}" for fall in falls),
-        *(f"{count:,.0f}" for count in counts),
-    ]
-
-
-def run_means(cells: list[dict[str, Any]]) -> list[float]:
+def run_means(cells: Sequence[dict[str, Any]]) -> list[float]:
     """Mean query norm of each run of tokens over the given layers; layers of one text are not independent samples."""
     texts: dict[tuple[str, int], list[list[float]]] = {}
     for each in cells:

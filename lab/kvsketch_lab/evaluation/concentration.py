@@ -14,20 +14,18 @@ One record for each layer, means over steps and query heads:
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
-from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
-from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, methods_option
+from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
+from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.options import option
-from kvsketch_lab.records import mean
 
 PAGE = 16
 LATER = (1, 20, 63)  # steps after which a token may still matter
@@ -64,65 +62,38 @@ def outcome(weights: Tensor, important: int) -> dict[str, Any]:
 
 
 @dataclass
-class ConcentrationOptions(ExperimentOptions):
-    methods: str = methods_option("full")
-    texts: str = passages.texts_option("1")
-    tokens: int = option(8192, "tokens that are read", least=2)
+class ConcentrationOptions(LayerOptions):
     steps: int = option(64, "tokens behind them whose queries read", least=2)
     important: int = option(256, "tokens with most attention that count as important", least=1)
-    layers: str = option("all", "such as 0,7,14 or 2- or all")
 
 
-class Concentration(experiment.Experiment):
+class Concentration(LayerExperiment):
     """Where attention goes, a record for each layer."""
 
-    name: ClassVar[str] = "concentration"
-    metric: ClassVar[str] = "tokens_90"
+    name, metric, form, rows = "concentration", "tokens_90", ".1%", ("layer",)
+    columns = (
+        f"sparse:.1% | in a page=in_page:.2f | {' | '.join(f'still important after {s}=still_{s}:.0%' for s in LATER)}"
+    )
     options: ConcentrationOptions
-
-    def __init__(self, options: ConcentrationOptions) -> None:
-        super().__init__(options)
-        self.layers = layer_numbers(options.layers, options.model)
-        self._texts = TextCapture(options.tokens + options.steps, self.layers)
-
-    def check(self) -> None:
-        passages.require(self.tokenizer, passages.names(self.options.texts), self.options.tokens + self.options.steps)
 
     def cells(self) -> list[Cell]:
         options = self.options
         sizes = (("tokens", options.tokens), ("steps", options.steps), ("important", options.important))
         return [
             Cell("full", "", name, seed, (*self.setting, *sizes, ("layer", layer)))
-            for name in passages.names(options.texts)
+            for name in self.texts
             for seed in self.seeds
             for layer in self.layers
         ]
 
-    def alike(self, cell: Cell) -> Hashable:
-        return cell.sample, cell.seed
-
     @torch.no_grad()
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        layers = self.captured(cells[0].sample)
         for cell in cells:
-            weights = attention(layers[dict(cell.setting)["layer"]], self.options.tokens)
-            yield cell, outcome(weights, self.options.important)
+            yield cell, outcome(attention(layers[cell["layer"]], self.options.tokens), self.options.important)
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        """A row for each layer and one for all."""
-        result = Table("layer", "tokens of 90%", "sparse", "in a page", "still important", title=self.name)
-        right = [each for each in data if experiment.FAILED not in each]
-        for layer in sorted({each["layer"] for each in right}):
-            result.add_row(str(layer), *_row([each for each in right if each["layer"] == layer]))
-        if right:
-            result.add_row("all", *_row(right))
-        return result
-
-
-def _row(cells: list[dict[str, Any]]) -> list[str]:
-    still = (f"{mean([each['still'][steps] for each in cells]):.0%} ({steps})" for steps in cells[0]["still"])
-    shares = [f"{mean([each[name] for each in cells]):.1%}" for name in ("tokens_90", "sparse")]
-    return [*shares, f"{mean([each['in_page'] for each in cells]):.2f}", ", ".join(still)]
+    def shown(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {f"still_{steps}": share for steps, share in data["still"].items()}
 
 
 command, main = runner.commands(Concentration)

@@ -10,15 +10,12 @@ import functools
 import hashlib
 import json
 from abc import abstractmethod
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from rich.table import Table
-
 from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation import result_table
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
 from kvsketch_lab.options import option
@@ -70,6 +67,7 @@ class DocumentOptions(QuestionOptions):
 class DocumentExperiment(QuestionExperiment):
     """Questions about `documents`, by name: `task=tpo text=3`. `wording` and `expected` say how a task is asked."""
 
+    by, nested = "task", True
     options: DocumentOptions
     source: ClassVar[str]  # the repository that the files come from
 
@@ -99,22 +97,13 @@ class DocumentExperiment(QuestionExperiment):
     def origin(self) -> dict[str, Any]:
         return super().origin() | self._source
 
-    def cells(self) -> list[Cell]:
-        common, most = self.setting, ("most_tokens", self.options.most_tokens)
-        return [
-            Cell(method, budget, f"{name} question={number}", seed,
-                 (*common, ("question", way), ("task", item.task), most))
-            for seed in self.seeds
-            for name, document in self.documents.items()
-            for number, item in enumerate(document.items[: self.options.questions])
-            for method, budget, way in self.askings
-        ]  # fmt: skip
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        for name, document in self.documents.items():
+            for number, item in enumerate(document.items[: self.options.questions]):
+                yield f"{name} question={number}", {"task": item.task, "most_tokens": self.options.most_tokens}
 
     def batch_key(self, cell: Cell) -> Hashable:
         return cell.sample.partition(" text=")[0]
-
-    def text_of(self, cell: Cell) -> str:
-        return cell.sample.rpartition(" question=")[0]
 
     def ask(self, cell: Cell) -> Question:
         name, _, number = cell.sample.rpartition(" question=")
@@ -132,5 +121,32 @@ class DocumentExperiment(QuestionExperiment):
             return text
         return str(self.tokenizer.decode(ids[: most // 2]) + self.tokenizer.decode(ids[-(most // 2) :]))
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table(f"{self.name}: mean {self.metric}", data, self.metric, by="task", nested=True)
+
+@dataclass
+class TaskOptions(DocumentOptions):
+    tasks: tuple[str, ...] = option("", "tasks, comma-separated")
+
+
+class TaskExperiment(DocumentExperiment):
+    """Questions about the documents of several tasks, each of which has a file."""
+
+    options: TaskOptions
+
+    @property
+    def files(self) -> list[Path]:
+        return [Path(self.options.data) / f"{task}.jsonl" for task in self.options.tasks]
+
+    def read(self) -> dict[str, Document]:
+        return {
+            f"task={task} text={number}": document
+            for task in self.options.tasks
+            for number, document in enumerate(self.read_task(task)[: self.options.texts])
+        }
+
+    def read_task(self, task: str) -> list[Document]:
+        """The documents of a task's file, in the form of L-Eval's."""
+        rows = json_lines(Path(self.options.data) / f"{task}.jsonl", "name the folder of L-Eval's tasks")
+        return [
+            Document(row["input"], [Item(task, *e) for e in zip(row["instructions"], row["outputs"], strict=True)])
+            for row in rows
+        ]

@@ -10,6 +10,8 @@
         def cells(self): ...            # cheap: no model; raises ValueError for impossible options
         def measure(self, cells): ...   # after open(): yields (cell, outcome)
 
+Class attributes say what its summary shows: `metric` with its interval, `rows`, `by` and `columns`.
+
 The cells of one group are measured together, in one process, which needs only `Experiment(options)`, `open()` and
 `measure(group)`; the options are plain values.
 """
@@ -20,7 +22,7 @@ import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -37,7 +39,7 @@ from kvsketch.models.identity import model_sha256
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import result_table
 from kvsketch_lab.options import Options, option
-from kvsketch_lab.records import FAILED
+from kvsketch_lab.records import FAILED, Estimate, nested_mean, text_of
 
 WIDTH_IN_FILES = 160
 Record = dict[str, Any]
@@ -105,6 +107,20 @@ class Cell:
     def key(self) -> str:
         return key_of(self.data, self.seed)
 
+    def __getitem__(self, name: str) -> Any:
+        """A field of the setting."""
+        return dict(self.setting)[name]
+
+    @property
+    def parts(self) -> dict[str, str]:
+        """The numbers that the sample names: text and question of `lines=400 text=2 question=7`."""
+        return dict(word.split("=") for word in self.sample.split() if "=" in word)
+
+    @property
+    def text(self) -> str:
+        """The sample without its question: cells that share it ask about one text."""
+        return self.sample.rpartition(" question=")[0] or self.sample
+
     @property
     def cache_seed(self) -> int:
         """The seed of this cell's cache. Each sample has its own, so that random methods draw other tokens in each.
@@ -128,7 +144,12 @@ class Experiment(ABC):
     """Base of all experiments. The constructor and `cells` are cheap; `open` loads the model."""
 
     name: ClassVar[str]
-    metric: ClassVar[str] = "score"  # the number of an outcome that the summary shows
+    metric: ClassVar[str] = "score"  # the number of an outcome that the summary shows with its interval
+    form: ClassVar[str] = ".2f"  # how it is written
+    rows: ClassVar[tuple[str, ...]] = ("method", "budget")  # the fields of which the summary has a row for each value
+    by: ClassVar[str] = ""  # the field of which it has a column for each value; empty: none
+    nested: ClassVar[bool] = False  # whether the mean over all is that of the means of these values
+    columns: str = "tokens stored=tokens_stored:,.0f | of full bytes=share:.1%"  # means of other fields
     options: ExperimentOptions
 
     def __init__(self, options: Any) -> None:
@@ -173,9 +194,19 @@ class Experiment(ABC):
             result.setdefault(self.alike(cell), []).append(cell)
         return result.values()
 
+    def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
+        """What the data of records, none of which failed, say of `metric` together; its interval draws texts."""
+        places = [(each[self.by],) if self.nested else () for each in data]
+        texts = [text_of(each, each["seed"]) for each in data]
+        return nested_mean([each[self.metric] for each in data], texts, places)
+
+    def shown(self, data: dict[str, Any]) -> dict[str, Any]:
+        """Fields that the summary shows beside those of a record."""
+        held, full = data.get("device_bytes"), data.get("full_bytes")
+        return {"share": held / full} if held is not None and full else {}
+
     def table(self, data: list[dict[str, Any]]) -> Table:
-        """A summary: a row for each method and budget, the mean of `metric` with its 95% interval."""
-        return result_table.table(self.name, data, self.metric)
+        return result_table.table(self, data)
 
     def show(self, data: list[dict[str, Any]]) -> None:
         """Called at the end with the data of all records of the run, failed ones included: prints the summary."""

@@ -12,15 +12,14 @@ from __future__ import annotations
 
 import functools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from kvsketch.models import encode_chat
 from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation import result_table, runner
+from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import file_hashes, json_lines
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
@@ -55,7 +54,7 @@ class Gsm8k(QuestionExperiment):
     options: Gsm8kOptions
 
     @functools.cached_property
-    def rows(self) -> list[dict[str, str]]:
+    def file_rows(self) -> list[dict[str, str]]:
         path, count = Path(self.options.data), self.options.problems
         rows = json_lines(path, "name grade_school_math/data/test.jsonl")
         return rows[: min(self.options.texts, len(rows) // count) * count]
@@ -71,18 +70,13 @@ class Gsm8k(QuestionExperiment):
     def more(self) -> int:
         return self.options.max_new_tokens
 
-    def cells(self) -> list[Cell]:
-        count, common = self.options.problems, self.setting
-        return [
-            Cell(method, budget, f"prompt={number}", seed, (*common, ("question", way), ("problems", count)))
-            for seed in self.seeds
-            for number in range(len(self.rows) // count)
-            for method, budget, way in self.askings
-        ]
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        count = self.options.problems
+        return ((f"prompt={number}", {"problems": count}) for number in range(len(self.file_rows) // count))
 
     def ask(self, cell: Cell) -> Question:
-        count, number = self.options.problems, int(cell.sample.partition("=")[2])
-        rows = self.rows[number * count : (number + 1) * count]
+        count, number = self.options.problems, int(cell.parts["prompt"])
+        rows = self.file_rows[number * count : (number + 1) * count]
         asked = [f"Problem {at}: {row['question']}" if count > 1 else row["question"] for at, row in enumerate(rows, 1)]
         text = (MANY if count > 1 else ONE) + "\n\n".join(asked)
         expected = [float(row["answer"].rpartition("####")[2].replace(",", "")) for row in rows]
@@ -92,9 +86,6 @@ class Gsm8k(QuestionExperiment):
     def score(self, answer: str, expected: Any) -> float:
         said = numbers(answer, len(expected))
         return sum(one == other for one, other in zip(said, expected, strict=False)) / len(expected)
-
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table("gsm8k: share of right numbers", data, self.metric)
 
 
 command, main = runner.commands(Gsm8k)

@@ -10,18 +10,19 @@ itself stays whole, and only what follows is compressed.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from kvsketch.models import encode_chat, texts
+from kvsketch.models import texts
 from kvsketch.models.identity import text_sha256
 from kvsketch_lab.evaluation import passages, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
-from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
+from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
 from kvsketch_lab.options import option
 
 REQUESTS = (
@@ -100,31 +101,17 @@ class Instructions(QuestionExperiment):
     name = "instructions"
     options: InstructionsOptions
 
-    def cells(self) -> list[Cell]:
-        common, setting = self.setting, (("tokens", self.options.tokens), ("instructions", self.options.instructions))
-        return [
-            Cell(method, budget, f"instructions text={text} question={number}", seed,
-                 (*common, ("question", way), *setting))
-            for seed in self.seeds
-            for text in range(self.options.texts)
-            for number in range(self.options.questions)
-            for method, budget, way in self.askings
-        ]  # fmt: skip
-
-    def text_of(self, cell: Cell) -> str:
-        return cell.sample.rpartition(" question=")[0]
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        asked = {"tokens": self.options.tokens, "instructions": self.options.instructions}
+        for text, number in itertools.product(range(self.options.texts), range(self.options.questions)):
+            yield f"instructions text={text} question={number}", asked
 
     def ask(self, cell: Cell) -> Question:
-        named = dict(part.split("=") for part in cell.sample.split()[1:])
-        text, number = int(named["text"]), int(named["question"])
+        text, number = int(cell.parts["text"]), int(cell.parts["question"])
         system, expected = drawn(cell.seed, text, self.options.instructions)
         document = self._text(text)
-        ids, other = (
-            encode_chat(self.tokenizer, f"{document}\n\n{request}", system)["input_ids"][0].tolist()
-            for request in (REQUESTS[number], "")
-        )
-        shared = next(i for i, (a, b) in enumerate(zip(ids, other, strict=False)) if a != b)
-        return Question(tuple(ids), len(ids) - shared, expected, {"text_sha256": text_sha256(system + document)})
+        facts = {"text_sha256": text_sha256(system + document)}
+        return chat_question(self.tokenizer, f"{document}\n\n", REQUESTS[number], expected, system=system, **facts)
 
     def _text(self, number: int) -> str:
         name = passages.names(f"held-out:{self.options.texts}")[number]

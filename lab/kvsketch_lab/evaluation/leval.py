@@ -12,18 +12,10 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from kvsketch_lab.evaluation import runner
-from kvsketch_lab.evaluation.documents import (
-    Document,
-    DocumentExperiment,
-    DocumentOptions,
-    Item,
-    Wording,
-    json_lines,
-)
+from kvsketch_lab.evaluation.documents import Item, TaskExperiment, TaskOptions, Wording
 from kvsketch_lab.options import option
 
 CHOICE = Wording("Answer with the letter of every right choice.", "The answer is")
@@ -35,15 +27,6 @@ TASKS = {
     "sci_fi": TRUTH,
     "topic_retrieval_longchat": Wording("", "The topic is"),
 }
-
-
-def read_task(folder: str, task: str) -> list[Document]:
-    """The documents of a task's file."""
-    rows = json_lines(Path(folder) / f"{task}.jsonl", "name the folder of L-Eval's tasks")
-    return [
-        Document(row["input"], [Item(task, *each) for each in zip(row["instructions"], row["outputs"], strict=True)])
-        for row in rows
-    ]
 
 
 def expected_of(task: str, answer: str) -> str:
@@ -60,25 +43,14 @@ def _letters(answer: str) -> str:
 
 
 @dataclass
-class LevalOptions(DocumentOptions):
+class LevalOptions(TaskOptions):
     tasks: tuple[str, ...] = option(",".join(TASKS), "tasks, comma-separated", choices=tuple(TASKS))
 
 
-class Leval(DocumentExperiment):
+class Leval(TaskExperiment):
     name = "leval"
     source = "OpenLMLab/LEval"
     options: LevalOptions
-
-    @property
-    def files(self) -> list[Path]:
-        return [Path(self.options.data) / f"{task}.jsonl" for task in self.options.tasks]
-
-    def read(self) -> dict[str, Document]:
-        return {
-            f"task={task} text={number}": document
-            for task in self.options.tasks
-            for number, document in enumerate(read_task(self.options.data, task)[: self.options.texts])
-        }
 
     def wording(self, task: str) -> Wording:
         return TASKS[task]

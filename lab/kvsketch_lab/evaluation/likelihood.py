@@ -29,16 +29,8 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch.methods import parse_method
 from kvsketch_lab.evaluation import runner
-from kvsketch_lab.evaluation.documents import (
-    Document,
-    DocumentExperiment,
-    DocumentOptions,
-    Item,
-    Wording,
-    json_lines,
-)
+from kvsketch_lab.evaluation.documents import Document, Item, TaskExperiment, TaskOptions, Wording, json_lines
 from kvsketch_lab.evaluation.experiment import Cell
-from kvsketch_lab.evaluation.leval import read_task
 from kvsketch_lab.evaluation.next_token import largest, losses
 from kvsketch_lab.evaluation.questions import Asked
 from kvsketch_lab.options import option
@@ -60,12 +52,12 @@ def read_meetings(folder: str) -> list[Document]:
 
 
 @dataclass
-class LikelihoodOptions(DocumentOptions):
+class LikelihoodOptions(TaskOptions):
     tasks: tuple[str, ...] = option(",".join(TASKS), "tasks, comma-separated", choices=TASKS)
     max_new_tokens: int = option(256, "tokens of a reference, its first ones", least=1)
 
 
-class Likelihood(DocumentExperiment):
+class Likelihood(TaskExperiment):
     name = "likelihood"
     metric = "nll"
     source = "OpenLMLab/LEval, Yale-LILY/QMSum"
@@ -79,19 +71,8 @@ class Likelihood(DocumentExperiment):
             )
         self._full: dict[tuple[int, ...], Tensor] = {}
 
-    @property
-    def files(self) -> list[Path]:
-        return [Path(self.options.data) / f"{task}.jsonl" for task in self.options.tasks]
-
-    def read(self) -> dict[str, Document]:
-        folder, count = self.options.data, self.options.texts
-        return {
-            f"task={task} text={number}": document
-            for task in self.options.tasks
-            for number, document in enumerate(
-                (read_meetings(folder) if task == QMSUM else read_task(folder, task))[:count]
-            )
-        }
+    def read_task(self, task: str) -> list[Document]:
+        return read_meetings(self.options.data) if task == QMSUM else super().read_task(task)
 
     def wording(self, task: str) -> Wording:
         return WORDING

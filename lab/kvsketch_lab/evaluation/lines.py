@@ -12,15 +12,15 @@ which helps small ones, and its first number counts.
 from __future__ import annotations
 
 import functools
+import itertools
 import re
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation import line_records, result_table, runner
+from kvsketch_lab.evaluation import line_records, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.line_records import LineRecord
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
@@ -41,35 +41,22 @@ class LinesOptions(QuestionOptions):
 
 
 class Lines(QuestionExperiment):
-    name = "lines"
+    name, by = "lines", "lines"
     options: LinesOptions
 
-    def cells(self) -> list[Cell]:
-        primed = ("primed", self.options.primed)
-        return [
-            Cell(method, budget, sample, seed,
-                 (*self.setting, ("question", way), ("lines", lines), primed, *source))
-            for seed, lines, sample, source in self._questions()
-            for method, budget, way in self.askings
-        ]  # fmt: skip
-
-    def _questions(self) -> list[tuple[int, int, str, tuple[tuple[str, str], ...]]]:
-        """Seed, lines, name and source of every question."""
-        options = self.options
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        options, primed = self.options, {"primed": self.options.primed}
         if options.file:
-            source = (("file", Path(options.file).name),)
-            rows = [(row.lines, f"lines={row.lines} question={i}") for i, row in enumerate(self._file_rows)]
-            return [(seed, lines, sample, source) for seed in self.seeds for lines, sample in rows]
-        return [
-            (seed, lines, f"lines={lines} text={text} question={number}", ())
-            for seed in self.seeds
-            for lines in options.lines
-            for text in range(options.texts)
-            for number in range(min(options.questions, lines))
-        ]
+            for number, row in enumerate(self._file_rows):
+                asked = {"lines": row.lines, **primed, "file": Path(options.file).name}
+                yield f"lines={row.lines} question={number}", asked
+            return
+        for lines, text in itertools.product(options.lines, range(options.texts)):
+            for number in range(min(options.questions, lines)):
+                yield f"lines={lines} text={text} question={number}", {"lines": lines, **primed}
 
     def text_of(self, cell: Cell) -> str:
-        return cell.sample if self.options.file else cell.sample.rpartition(" question=")[0]
+        return cell.sample if self.options.file else cell.text
 
     @functools.cached_property
     def _file_rows(self) -> list[LineRecord]:
@@ -77,7 +64,7 @@ class Lines(QuestionExperiment):
 
     def record(self, cell: Cell) -> LineRecord:
         """The lines that a cell asks about."""
-        named = dict(part.split("=") for part in cell.sample.split())
+        named = cell.parts
         if self.options.file:
             return self._file_rows[int(named["question"])]
         return line_records.generate(int(named["lines"]), cell.seed, int(named["text"]), int(named["question"]))
@@ -97,9 +84,6 @@ class Lines(QuestionExperiment):
     def score(self, answer: str, expected: str) -> float:
         result = numbers(answer)
         return float(bool(result) and result[0 if self.options.primed else -1] == int(expected))
-
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table("lines: share of right answers", data, self.metric, by="lines")
 
 
 def numbers(answer: str) -> list[int]:

@@ -11,17 +11,16 @@ the one asked for.
 
 from __future__ import annotations
 
+import itertools
 import random
 import re
-from collections.abc import Hashable
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from rich.table import Table
-
 from kvsketch.models import texts
 from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation import haystack, result_table, runner
+from kvsketch_lab.evaluation import haystack, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
@@ -47,7 +46,7 @@ class NeedleOptions(QuestionOptions):
 
 
 class Needle(QuestionExperiment):
-    name = "needle"
+    name, by = "needle", "length"
     options: NeedleOptions
 
     def __init__(self, options: NeedleOptions) -> None:
@@ -62,32 +61,23 @@ class Needle(QuestionExperiment):
             except ValueError as error:
                 raise ValueError(f"--lengths {length} with --needles {self.options.needles}: {error}") from None
 
-    def cells(self) -> list[Cell]:
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         options = self.options
         if options.together and (len(options.depths) > len(NAMES) or options.needles > 1):
             raise ValueError(f"--together takes at most {len(NAMES)} --depths and no --needles of its own")
-        together = (("together", True),) if options.together else ()
-        needles = len(options.depths) if options.together else options.needles
-        return [
-            Cell(method, budget, f"length={length} depth={depth:g} repeat={repeat}", seed,
-                 (*self.setting, ("question", way), ("length", length), ("depth", depth), ("needles", needles),
-                  *together))
-            for seed in self.seeds
-            for length in options.lengths
-            for depth in options.depths
-            for repeat in range(options.repeats)
-            for method, budget, way in self.askings
-        ]  # fmt: skip
+        shared: dict[str, Any] = {"needles": len(options.depths) if options.together else options.needles}
+        shared |= {"together": True} if options.together else {}
+        for length, depth, repeat in itertools.product(options.lengths, options.depths, range(options.repeats)):
+            yield f"length={length} depth={depth:g} repeat={repeat}", {"length": length, "depth": depth, **shared}
 
     def batch_key(self, cell: Cell) -> Hashable:
-        return dict(cell.setting)["length"]
+        return int(cell["length"])
 
     def text_of(self, cell: Cell) -> str:
-        repeat = cell.sample.rpartition(" ")[2]
-        return f"length={dict(cell.setting)['length']} {repeat}" if self.options.together else cell.sample
+        return f"length={cell['length']} repeat={cell.parts['repeat']}" if self.options.together else cell.sample
 
     def ask(self, cell: Cell) -> Question:
-        setting, repeat = dict(cell.setting), int(cell.sample.rpartition("=")[2])
+        setting, repeat = dict(cell.setting), int(cell.parts["repeat"])
         chance = random.Random(f"needle {setting['length']} seed {cell.seed} repeat {repeat}")
         if self.options.together:
             return self._ask_of_many(cell, chance)
@@ -128,9 +118,6 @@ class Needle(QuestionExperiment):
     def score(self, answer: str, expected: str) -> float:
         result = re.findall(r"\d+", answer)
         return float(bool(result) and result[0] == expected)
-
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table("needle: share of passkeys found, all depths", data, self.metric, by="length")
 
 
 def with_decoys(text: str, count: int, chance: random.Random) -> str:

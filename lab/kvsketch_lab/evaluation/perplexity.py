@@ -24,12 +24,11 @@ steps as the others; its deviation is rounding noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
@@ -42,7 +41,7 @@ from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_
 from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs, largest
 from kvsketch_lab.evaluation.prefill import streamed_prefill
 from kvsketch_lab.options import option
-from kvsketch_lab.records import interval_text, perplexity_deviation
+from kvsketch_lab.records import Estimate, perplexity_deviation
 
 STREAM, PREFILL = PROTOCOLS = ("stream", "prefill")
 CHUNK = 50  # tokens whose mean is one value of the bootstrap
@@ -79,8 +78,8 @@ class PerplexityOptions(ExperimentOptions):
 class Perplexity(experiment.Experiment):
     """Deviation of perplexity from the full cache by position."""
 
-    name: ClassVar[str] = "perplexity"
-    metric: ClassVar[str] = "deviation"
+    name, metric, form, by = "perplexity", "deviation", "+.3f", "position"
+    columns = f"-log p, full=full_nll:.3f | {experiment.Experiment.columns}"
     options: PerplexityOptions
 
     def __init__(self, options: PerplexityOptions) -> None:
@@ -129,7 +128,7 @@ class Perplexity(experiment.Experiment):
 
     def alike(self, cell: Cell) -> Hashable:
         """A stream is one group; so are all methods behind one prefill."""
-        return _through_one_cache(cell) if self.options.protocol == STREAM else _position(cell)
+        return _through_one_cache(cell) if self.options.protocol == STREAM else cell["position"]
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         names = [name for name in self.names if any(cell.sample == name for cell in cells)]
@@ -150,8 +149,8 @@ class Perplexity(experiment.Experiment):
         cache, facts = self._cache_of_stream(cells[0], shared_prefill(self.model, ids[:, :prefix]))
         reading = Reading(self.model, cache, ids, prefix)
         for position in self.positions:
-            asked = [cell for cell in cells if _position(cell) == position]
-            if not any(_position(cell) >= position for cell in cells):
+            asked = [cell for cell in cells if cell["position"] == position]
+            if not any(cell["position"] >= position for cell in cells):
                 return
             scored = slice(max(position, prefix + 1), min(position + self.options.bucket, tokens))
             reading.to(scored.stop)
@@ -172,12 +171,12 @@ class Perplexity(experiment.Experiment):
         return read.cache(with_budget(method, budget), cell.cache_seed), facts
 
     def _prefill(self, cells: list[Cell], names: list[str], ids: Tensor, full: Tensor) -> Iterator[tuple[Cell, Data]]:
-        position, steps = _position(cells[0]), self.options.steps
+        position, steps = cells[0]["position"], self.options.steps
         read = {"input_ids": ids[:, :position], "attention_mask": torch.ones_like(ids[:, :position])}
         prefilled = None if self.options.chunk else shared_prefill(self.model, read)
         scored = slice(position + 1, position + 1 + steps)
         expected = full_log_probs(self.model, ids[:, : scored.stop - 1], position)
-        for asked in _by_method(cells):
+        for asked in _by_cache(cells):
             seed = asked[0].cache_seed
             # The rows of a cache draw the same numbers, so a method that draws any reads one text at a time.
             rows = [names.index(asked[0].sample)] if _drawn(asked[0]) else list(range(len(names)))
@@ -207,20 +206,9 @@ class Perplexity(experiment.Experiment):
             return streamed_prefill(self.model, read, text, seed, self.options.chunk)[1]
         return prefilled.rows(rows).cache(text, seed)
 
-    def table(self, data: list[Data]) -> Table:
-        """A row for each method and budget: deviation of perplexity by position and over all, with its interval."""
-        right = [each for each in data if experiment.FAILED not in each]
-        shown = _shown(sorted({each["position"] for each in right}))
-        result = Table("method", "budget", title=f"{self.name}, {self.options.protocol}: deviation from the full cache")
-        for name in (*(f"from {place}" for place in shown), "all [95%]", "full", "tokens stored", "failed"):
-            result.add_column(name, justify="right")
-        for cells in _by_method(data):
-            result.add_row(*_row(cells, shown))
-        return result
-
-
-def _position(cell: Cell) -> int:
-    return int(dict(cell.setting)["position"])
+    def estimate(self, data: Sequence[Data]) -> Estimate:
+        """The deviation over all tokens; its interval draws runs of tokens."""
+        return perplexity_deviation(data)
 
 
 def _through_one_cache(cell: Cell) -> tuple[Any, ...]:
@@ -233,42 +221,12 @@ def _drawn(cell: Cell) -> Data:
     return {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
 
 
-def _by_method(cells: Iterable[Any]) -> list[list[Any]]:
-    """Cells that share a cache, or data of records by method and budget."""
-    result: dict[Any, list[Any]] = {}
+def _by_cache(cells: Iterable[Cell]) -> list[list[Cell]]:
+    """Cells that share a cache."""
+    result: dict[Hashable, list[Cell]] = {}
     for cell in cells:
-        key = _through_one_cache(cell) if isinstance(cell, Cell) else (cell["method"], cell["budget"])
-        result.setdefault(key, []).append(cell)
+        result.setdefault(_through_one_cache(cell), []).append(cell)
     return list(result.values())
-
-
-def _shown(positions: list[int], most: int = 6) -> list[int]:
-    """At most so many of the positions, from the first to the last."""
-    if len(positions) <= most:
-        return positions
-    return [positions[(len(positions) - 1) * part // (most - 1)] for part in range(most)]
-
-
-def _row(cells: list[Data], shown: list[int]) -> list[str]:
-    right = [each for each in cells if experiment.FAILED not in each]
-    own = [[each for each in right if each["position"] == place] for place in shown]
-    places = [f"{perplexity_deviation(each).value:+.2f}" if each else "-" for each in own]
-    failed = str(len(cells) - len(right))
-    if not right:
-        return [cells[0]["method"], cells[0]["budget"], *places, "-", "-", "-", failed]
-    average = perplexity_deviation(right)
-    tokens = sum(each["tokens_scored"] for each in right)
-    full = math.exp(sum(each["full_nll"] * each["tokens_scored"] for each in right) / tokens)
-    stored = sum(each["tokens_stored"] for each in right) / len(right)
-    return [
-        cells[0]["method"],
-        cells[0]["budget"],
-        *places,
-        interval_text(average, "+.3f"),
-        f"{full:.2f}",
-        f"{stored:,.0f}",
-        failed,
-    ]
 
 
 command, main = runner.commands(Perplexity)

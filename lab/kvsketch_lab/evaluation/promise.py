@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
@@ -35,7 +34,6 @@ from kvsketch_lab.evaluation import experiment, line_records, passages, runner
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
 from kvsketch_lab.evaluation.lines import OPENING
 from kvsketch_lab.options import option
-from kvsketch_lab.records import mean
 
 Data = dict[str, Any]
 
@@ -51,8 +49,8 @@ class PromiseOptions(ExperimentOptions):
 
 
 class Promises(Experiment):
-    name = "promise"
-    metric = "kept"
+    name, metric, rows = "promise", "kept", ("method",)
+    columns = "bytes:.1%" + "".join(f" | {each}:.4f" for each in ("tried", "loss", "answers", "right", "full_right"))
     options: PromiseOptions
 
     @property
@@ -82,17 +80,6 @@ class Promises(Experiment):
                 yield cell, text.outcome(cell.method)
             except Exception as error:
                 yield cell, experiment.failure(error)
-
-    def table(self, data: list[Data]) -> Table:
-        result = Table(title="promises of the loss")
-        columns = ("texts", "bytes", "loss tried", "loss", "kept", "answers", "right", "full right")
-        for column in ("method", *columns):
-            result.add_column(column, no_wrap=True)
-        for method in dict.fromkeys(each["method"] for each in data):
-            own = [each for each in data if each["method"] == method and experiment.FAILED not in each]
-            result.add_row(method, str(len(own)), *(_mean(own, name) for name in (
-                "bytes", "tried", "loss", "kept", "answers", "right", "full_right")))  # fmt: skip
-        return result
 
 
 class Text:
@@ -165,11 +152,6 @@ class Text:
                 "full_right": float(self.full_answers.mean(0)[1]),
             }
         return result
-
-
-def _mean(data: list[Data], name: str) -> str:
-    known = [each[name] for each in data if name in each]
-    return f"{mean(known):.4f}" if known else "-"
 
 
 command, main = runner.commands(Promises)

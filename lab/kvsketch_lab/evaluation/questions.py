@@ -58,10 +58,11 @@ class Asked(NamedTuple):
     cells: list[Cell]
 
 
-def chat_question(tokenizer: Any, text: str, question: str, expected: Any, opening: str = "", **facts: Any) -> Question:
+def chat_question(
+    tokenizer: Any, text: str, question: str, expected: Any, opening: str = "", system: str | None = None, **facts: Any
+) -> Question:
     """The text and then the question as one turn of a chat, and the opening of the answer where it is given."""
-    ids = encode_chat(tokenizer, text + question)["input_ids"][0].tolist()
-    without = encode_chat(tokenizer, text)["input_ids"][0].tolist()
+    ids, without = (encode_chat(tokenizer, said, system)["input_ids"][0].tolist() for said in (text + question, text))
     shared = next(
         (i for i, (a, b) in enumerate(zip(ids, without, strict=False)) if a != b), min(len(ids), len(without))
     )
@@ -87,9 +88,15 @@ class QuestionOptions(ExperimentOptions):
 
 
 class QuestionExperiment(Experiment):
-    """An experiment whose cells are questions: `ask` makes the prompt of a cell, `score` judges an answer."""
+    """An experiment whose cells are questions: `questions` names them, `ask` makes the prompt of one, and `score`
+    judges an answer.
+    """
 
     options: QuestionOptions
+
+    @abstractmethod
+    def questions(self) -> Iterable[tuple[str, dict[str, Any]]]:
+        """The sample of each question, and what else identifies it; the same for every seed."""
 
     @abstractmethod
     def ask(self, cell: Cell) -> Question:
@@ -116,7 +123,16 @@ class QuestionExperiment(Experiment):
         """The name of the text that a cell asks about; cells that share one have the same tokens before their
         question.
         """
-        return cell.sample
+        return cell.text
+
+    def cells(self) -> list[Cell]:
+        common, questions = self.setting, list(self.questions())
+        return [
+            Cell(method, budget, sample, seed, (*common, ("question", way), *own.items()))
+            for seed in self.seeds
+            for sample, own in questions
+            for method, budget, way in self.askings
+        ]
 
     @functools.cached_property
     def askings(self) -> list[tuple[str, str, str]]:
@@ -316,7 +332,7 @@ class QuestionExperiment(Experiment):
 
 
 def _way(cell: Cell) -> str:
-    return str(dict(cell.setting)["question"])
+    return str(cell["question"])
 
 
 def _left_padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:

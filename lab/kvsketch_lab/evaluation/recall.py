@@ -20,27 +20,26 @@ its keys are clustered by. One record for each method, budget and text.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
-from rich.table import Table
 
 from kvsketch.compare.budgets import contenders, with_budget
 from kvsketch.methods import parse_method
 from kvsketch.slots.bytes import token_bytes
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.evaluation import experiment, passages, runner, selections
+from kvsketch_lab.evaluation import runner, selections
 from kvsketch_lab.evaluation.attention_error import PAPER_CLUSTERKV
 from kvsketch_lab.evaluation.attention_protocol import Captured
-from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
-from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option, methods_option
-from kvsketch_lab.evaluation.result_table import by_method, mean_of
+from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
+from kvsketch_lab.evaluation.experiment import Cell, budgets_option, methods_option
 from kvsketch_lab.options import option
-from kvsketch_lab.records import mean, mean_text
+from kvsketch_lab.records import Estimate, mean_over_texts
 
 PAPER_STEPS = (1, 2)  # R of the paper's cache hit rates
+HITS = ("cluster_hits", "hot_set_hits")
 METHODS = ("clusterkv", PAPER_CLUSTERKV, "quest", "infinigen", "infinigen:alpha=100")
 
 
@@ -104,11 +103,9 @@ class LayerOutcome:
 
 
 @dataclass
-class RecallOptions(ExperimentOptions):
+class RecallOptions(LayerOptions):
     methods: str = methods_option(",".join(METHODS))
     budgets: str = budgets_option("256,512,1024,2048")
-    texts: str = passages.texts_option("1")
-    tokens: int = option(8192, "tokens of the prompt", least=2)
     steps: int = option(64, "tokens after it whose queries read the prompt", least=1)
     layers: str = option("2-", "such as 2,7,14 or 2- or all; the papers read layers 0 and 1 in full")
     clusters: tuple[int, ...] = option(
@@ -122,23 +119,19 @@ class RecallOptions(ExperimentOptions):
     )
 
 
-class Recall(experiment.Experiment):
+class Recall(LayerExperiment):
     """Recall of the true top tokens, and hit rates, by method and budget."""
 
-    name: ClassVar[str] = "recall"
-    metric: ClassVar[str] = "recall"
+    name, metric, form = "recall", "recall", ".3f"
+    columns = "read=tokens_read:,.0f | clusters:,.0f | " + " | ".join(
+        f"{kind.replace('_', ' ')}, {steps}={kind} {steps}:.1%" for kind in HITS for steps in PAPER_STEPS
+    )
     options: RecallOptions
 
     def __init__(self, options: RecallOptions) -> None:
         super().__init__(options)
         if options.budgets_in != "tokens":
             raise ValueError("recall compares methods that read the same number of tokens; use --budgets-in tokens")
-        self.layers = layer_numbers(options.layers, options.model)
-        self._texts = TextCapture(options.tokens + options.steps, self.layers)
-
-    def check(self) -> None:
-        tokens = self.options.tokens + self.options.steps
-        passages.require(self.tokenizer, passages.names(self.options.texts), tokens)
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -159,7 +152,7 @@ class Recall(experiment.Experiment):
         setting = (*self.setting, ("tokens", options.tokens), ("steps", options.steps), ("layers", layers))
         return [
             Cell(method, budget, name, seed, setting)
-            for name in passages.names(options.texts)
+            for name in self.texts
             for seed in self.seeds
             for method, budget in self.contenders
         ]
@@ -172,7 +165,7 @@ class Recall(experiment.Experiment):
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         context = self.options.tokens
         outcomes = {cell: LayerOutcome() for cell in cells}
-        for layer in self._texts.of(self.model, self.tokenizer, cells[0].sample).values():
+        for layer in self.captured(cells[0].sample).values():
             self._measure_layer(layer, context, outcomes)
         for cell, outcome in outcomes.items():
             drawn = {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
@@ -197,30 +190,13 @@ class Recall(experiment.Experiment):
                     counted = selections.hot_set_hits(method, layer, context, steps, cell.cache_seed)
                     outcomes[cell].add_hot(steps, counted)
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        """A row for each method and budget: recall with its interval over heads, tokens read, and the hit rates."""
-        result = Table("method", "budget", "recall [95%]", "read", "clusters", title=self.name)
-        for name in ("cluster hits R=1, 2", "hot set hits R=1, 2", "failed"):
-            result.add_column(name, justify="right")
-        for (method, budget), cells in by_method(data).items():
-            right = [each for each in cells if experiment.FAILED not in each]
-            heads = [value for each in right for layer in each["recall_by_head"].values() for value in layer]
-            numbers = [mean_of(right, name) for name in ("tokens_read", "clusters")]
-            hits = [_hits(right, kind) for kind in ("cluster_hits", "hot_set_hits")]
-            result.add_row(
-                method,
-                budget,
-                mean_text(heads, range(len(heads)), digits=3),
-                *numbers,
-                *hits,
-                str(len(cells) - len(right)),
-            )
-        return result
+    def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
+        """The mean recall; its interval draws query heads."""
+        heads = [value for each in data for layer in each["recall_by_head"].values() for value in layer]
+        return mean_over_texts(heads, range(len(heads)))
 
-
-def _hits(cells: list[dict[str, Any]], kind: str) -> str:
-    result = [each[kind] for each in cells if kind in each]
-    return " ".join(f"{mean([each[steps] for each in result]):.1%}" for steps in result[0]) if result else "-"
+    def shown(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {f"{kind} {steps}": share for kind in HITS for steps, share in data.get(kind, {}).items()}
 
 
 command, main = runner.commands(Recall)

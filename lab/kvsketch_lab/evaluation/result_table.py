@@ -3,70 +3,66 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
-from kvsketch_lab.records import interval_text, mean, nested_mean, text_of
+from kvsketch_lab import columns
+from kvsketch_lab.records import FAILED, interval_text, mean
+
+if TYPE_CHECKING:
+    from kvsketch_lab.evaluation.experiment import Experiment
 
 Data = dict[str, Any]
+LAYER = ("layer",)
+MOST_VALUES = 6  # of a number that have a column each
 
 
-def table(title: str, data: Sequence[Data], metric: str, by: str | None = None, nested: bool = False) -> Table:
-    """A row for each method and budget: the mean of `metric` with its interval, over all and, where the field `by` has
-    several values, for each of them. `nested`: the mean over all is that of these means.
+def table(of: Experiment, data: Sequence[Data]) -> Table:
+    """A row for each value of the fields `rows`: the estimate with its interval, over all and, where the field `by` has
+    several values, for each of them; how many were measured and how many failed; and the means of the fields that
+    `columns` names.
     """
-    result = Table(title=title)
-    ways = {each.get("question") for each in data}
-    if len(ways) > 1:
+    if len({each.get("question") for each in data}) > 1:
         data = [each | {"method": f"{each['method']}, {each['question']}"} for each in data]
-    values = sorted({each[by] for each in data if by in each}) if by else []
-    values = values if len(values) > 1 else []
-    numbers = [*(f"{by} {value}" for value in values), metric, "samples", "failed", "tokens stored", "of full bytes"]
-    for name in ("method", "budget", *numbers):
+    known = sorted({each[of.by] for each in data if of.by in each}) if of.by else []
+    known = evenly(known, MOST_VALUES) if known and isinstance(known[0], int) else known
+    values, shown = known if len(known) > 1 else [], columns.parse(of.columns)
+    numbers = [*(f"{of.by} {value}" for value in values), of.metric, "samples", "failed", *(c.heading for c in shown)]
+    result = Table(title=of.name)
+    for name in (*of.rows, *numbers):
         result.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
-    for (method, budget), cells in by_method(data).items():
-        right = [each for each in cells if metric in each]
-        parts = [[each for each in right if by is not None and each[by] == value] for value in values]
-        result.add_row(
-            method,
-            budget,
-            *(estimate_text(part, metric) for part in parts),
-            estimate_text(right, metric, (str(by),) if nested else ()),
-            str(len(right)),
-            str(len(cells) - len(right)),
-            mean_of(right, "tokens_stored"),
-            _share(right),
-        )
+    groups = _grouped(data, of.rows)
+    for key, cells in [*groups.items(), *([(("all",), data)] if of.rows == LAYER else [])]:
+        right = [each | of.shown(each) for each in cells if FAILED not in each and of.metric in each]
+        parts = [[each for each in right if each[of.by] == value] for value in values]
+        counts = str(len(right)), str(len(cells) - len(right))
+        means = _means(right)
+        result.add_row(*key, *(_text(of, part) for part in (*parts, right)), *counts, *(c.of(means) for c in shown))
     return result
 
 
-def estimate_text(data: Sequence[Data], metric: str, nested: Sequence[str] = (), digits: int = 2) -> str:
-    """The mean of `metric` with its interval over texts, or the mean of the means of the values of `nested` fields."""
-    if not data:
-        return "-"
-    values, texts = [each[metric] for each in data], [text_of(each, each["seed"]) for each in data]
-    return interval_text(
-        nested_mean(values, texts, [tuple(each[name] for name in nested) for each in data]), f".{digits}f"
-    )
+def evenly(items: Sequence[Any], most: int) -> list[Any]:
+    """At most so many of the items, from the first to the last."""
+    return list(items) if len(items) <= most else [items[(len(items) - 1) * at // (most - 1)] for at in range(most)]
 
 
-def by_method(data: Iterable[Data]) -> dict[tuple[str, str], list[Data]]:
-    """The data of records by method and budget."""
-    result: dict[tuple[str, str], list[Data]] = {}
+def _text(of: Experiment, data: Sequence[Data]) -> str:
+    return interval_text(of.estimate(data), of.form) if data else "-"
+
+
+def _grouped(data: Iterable[Data], names: Sequence[str]) -> dict[tuple[str, ...], list[Data]]:
+    result: dict[tuple[str, ...], list[Data]] = {}
     for each in data:
-        result.setdefault((each["method"], each["budget"]), []).append(each)
+        result.setdefault(tuple(str(each[name]) for name in names), []).append(each)
     return result
 
 
-def mean_of(data: Sequence[Data], name: str) -> str:
-    """The mean of a field where it is present; a dash if it is nowhere."""
-    values = [each[name] for each in data if name in each]
-    return f"{mean(values):,.0f}" if values else "-"
-
-
-def _share(data: Sequence[Data]) -> str:
-    values = [
-        each["device_bytes"] / each["full_bytes"] for each in data if each.get("full_bytes") and "device_bytes" in each
-    ]
-    return f"{mean(values):.1%}" if values else "-"
+def _means(data: Sequence[Data]) -> dict[str, float]:
+    """The mean of each number over the records that have it."""
+    values: dict[str, list[float]] = {}
+    for each in data:
+        for name, value in each.items():
+            if isinstance(value, (int, float)):
+                values.setdefault(name, []).append(value)
+    return {name: mean(known) for name, known in values.items()}

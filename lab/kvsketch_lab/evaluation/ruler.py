@@ -23,15 +23,13 @@ import functools
 import itertools
 import random
 import uuid
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from rich.table import Table
-
 from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation import haystack, result_table, runner
+from kvsketch_lab.evaluation import haystack, runner
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
@@ -258,7 +256,7 @@ class RulerOptions(QuestionOptions):
 
 
 class Ruler(QuestionExperiment):
-    name = "ruler"
+    name, by, nested = "ruler", "task", True
     options: RulerOptions
 
     def __init__(self, options: RulerOptions) -> None:
@@ -278,37 +276,23 @@ class Ruler(QuestionExperiment):
         chosen = TASKS if "all" in self.options.tasks else self.options.tasks
         return [task for task in chosen if task not in OF_A_FILE or task in self._files]
 
-    def cells(self) -> list[Cell]:
-        options = self.options
-        return [
-            Cell(method, budget, f"task={task} length={length} text={text} question={number}", seed,
-                 (*self.setting, ("question", way), ("task", task), ("length", length), *self._file(task)))
-            for seed in self.seeds
-            for length in options.lengths
-            for task in self.tasks
-            for text in range(options.texts)
-            for number in range(min(options.questions, TASKS[task].questions))
-            for method, budget, way in self.askings
-        ]  # fmt: skip
-
-    def _file(self, task: str) -> tuple[tuple[str, str], ...]:
-        names = ",".join(Path(path).name for path in self.options.qa_file)
-        return (("file", names),) if task in OF_A_FILE else ()
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        options, files = self.options, {"file": ",".join(Path(path).name for path in self.options.qa_file)}
+        for length, task, text in itertools.product(options.lengths, self.tasks, range(options.texts)):
+            asked = {"task": task, "length": length, **(files if task in OF_A_FILE else {})}
+            for number in range(min(options.questions, TASKS[task].questions)):
+                yield f"task={task} length={length} text={text} question={number}", asked
 
     def batch_key(self, cell: Cell) -> Hashable:
-        setting = dict(cell.setting)
-        return setting["task"], setting["length"]
-
-    def text_of(self, cell: Cell) -> str:
-        return cell.sample.rpartition(" question=")[0]
+        return cell["task"], cell["length"]
 
     def new_tokens(self, cell: Cell) -> int:
-        return min(self.options.max_new_tokens, TASKS[dict(cell.setting)["task"]].new_tokens)
+        return min(self.options.max_new_tokens, TASKS[cell["task"]].new_tokens)
 
     def ask(self, cell: Cell) -> Question:
-        made, number = self._text(cell), int(cell.sample.rpartition("=")[2])
+        made, number = self._text(cell), int(cell.parts["question"])
         ask = made.asks[number % len(made.asks)]
-        match = TASKS[dict(cell.setting)["task"]].match
+        match = TASKS[cell["task"]].match
         expected = {"match": match, "strings": ask.expected}
         facts = {"text_sha256": text_sha256(made.text)}
         return chat_question(self.tokenizer, made.text, ask.question, expected, ask.opening, **facts)
@@ -338,9 +322,6 @@ class Ruler(QuestionExperiment):
     def score(self, answer: str, expected: Any) -> float:
         result = [string.lower() in answer.lower() for string in expected["strings"]]
         return float(any(result)) if expected["match"] == PART else sum(result) / len(result)
-
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table("ruler: mean score", data, self.metric, by="task", nested=True)
 
 
 command, main = runner.commands(Ruler)

@@ -16,18 +16,17 @@ from __future__ import annotations
 
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
-from rich.table import Table
 from torch import Tensor
 
 from kvsketch.cache import rotary
 from kvsketch.methods import InfiniGen
 from kvsketch.slots.table import ExactTable, SlotTable
-from kvsketch_lab.evaluation import experiment, passages, runner
-from kvsketch_lab.evaluation.captures import TextCapture, layer_numbers
-from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions
+from kvsketch_lab.evaluation import runner
+from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
+from kvsketch_lab.evaluation.experiment import Cell, budgets_option
 from kvsketch_lab.evaluation.selections import budget_tokens
 from kvsketch_lab.options import option
 
@@ -100,36 +99,33 @@ def _share_found(rows: Tensor, layer: Asked, step: int, count: int) -> float:
 
 
 @dataclass
-class SpeculationOptions(ExperimentOptions):
+class SpeculationOptions(LayerOptions):
     methods: str = option("infinigen", "only infinigen speculates", choices=("infinigen",))
-    budgets: str = experiment.budgets_option("256")
+    budgets: str = budgets_option("256")
     budget: int | None = option(None, "tokens that a query head reads; instead of --budgets", least=17)
-    texts: str = passages.texts_option("1")
     tokens: int = option(2048, "tokens of the prompt", least=2)
     steps: int = option(64, "tokens after it, over which recall is averaged", least=1)
     layers: str = option("2,6,10,14,18,22,26", "such as 2,7 or 2- or all; layer 0 has none before it")
 
 
-class Speculation(experiment.Experiment):
+class Speculation(LayerExperiment):
     """Recall of a layer's true best tokens, a record for each kind of query and budget."""
 
-    name: ClassVar[str] = "speculation"
-    metric: ClassVar[str] = "recall"
+    name, metric, form, rows = "speculation", "recall", ".3f", ("query", "budget")
     options: SpeculationOptions
 
     def __init__(self, options: SpeculationOptions) -> None:
         super().__init__(options)
         if options.budget is not None:
             options.budgets = str(options.budget)
-        self.layers = [layer for layer in layer_numbers(options.layers, options.model) if layer > 0]
+        self.layers = [layer for layer in self.layers if layer > 0]
         if not self.layers:
             raise ValueError(f"--layers {options.layers}: layer 0 has none before it; use numbers of 1 or more")
-        needed = sorted({number for layer in self.layers for number in (layer - 1, layer)})
-        self._texts = TextCapture(options.tokens + options.steps, needed)
+        self.columns = " | ".join(f"layer {layer}:.3f" for layer in self.layers)
 
-    def check(self) -> None:
-        tokens = self.options.tokens + self.options.steps
-        passages.require(self.tokenizer, passages.names(self.options.texts), tokens)
+    @property
+    def needed(self) -> list[int]:
+        return sorted({number for layer in self.layers for number in (layer - 1, layer)})
 
     def cells(self) -> list[Cell]:
         options = self.options
@@ -137,7 +133,7 @@ class Speculation(experiment.Experiment):
         setting += (("asked", ",".join(map(str, self.layers))),)
         return [
             Cell(method, budget, name, seed, (*setting, ("query", query)))
-            for name in passages.names(options.texts)
+            for name in self.texts
             for seed in self.seeds
             for method, budget in self.contenders
             for query in QUERIES
@@ -147,23 +143,18 @@ class Speculation(experiment.Experiment):
         return cell.sample
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        captured = self._texts.of(self.model, self.tokenizer, cells[0].sample)
+        captured = self.captured(cells[0].sample)
         angles = rotary.frequencies(self.model.config)
         for cell in cells:
-            query, budget = QUERIES[dict(cell.setting)["query"]], budget_tokens(cell.budget, self.options.tokens)
+            query, budget = QUERIES[cell["query"]], budget_tokens(cell.budget, self.options.tokens)
             result = {}
             for layer in self.layers:
                 pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
                 result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
             yield cell, {"recall": sum(result.values()) / len(result), "layers": result}
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        result = Table("query", "budget", "recall", *map(str, self.layers), title=self.name)
-        for each in data:
-            if experiment.FAILED not in each:
-                values = (f"{value:.3f}" for value in each["layers"].values())
-                result.add_row(each["query"], each["budget"], f"{each['recall']:.3f}", *values)
-        return result
+    def shown(self, data: dict[str, Any]) -> dict[str, Any]:
+        return {f"layer {layer}": value for layer, value in data["layers"].items()}
 
 
 command, main = runner.commands(Speculation)

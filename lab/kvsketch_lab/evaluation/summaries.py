@@ -22,11 +22,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from rich.table import Table
-
 from kvsketch.models import encode_chat, texts
 from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation import passages, result_table, runner
+from kvsketch_lab.evaluation import passages, runner
 from kvsketch_lab.evaluation.experiment import FAILED, Cell
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
 from kvsketch_lab.options import option
@@ -72,6 +70,7 @@ class SummariesOptions(QuestionOptions):
 
 class Summaries(QuestionExperiment):
     name = "summaries"
+    columns = f"reference ROUGE-2=reference:.2f | {QuestionExperiment.columns}"
     options: SummariesOptions
 
     def __init__(self, options: SummariesOptions) -> None:
@@ -87,15 +86,9 @@ class Summaries(QuestionExperiment):
         rows = [json.loads(line) for line in lines[: int(self.options.texts)]]
         return {f"text={number}": (row["input"], row["outputs"][0]) for number, row in enumerate(rows)}
 
-    def cells(self) -> list[Cell]:
-        source = (("file", Path(self.options.file).name),) if self.options.file else ()
-        setting = (("tokens", self.options.tokens), *source)
-        return [
-            Cell(method, budget, name, seed, (*self.setting, ("question", way), *setting))
-            for seed in self.seeds
-            for name in self.documents
-            for method, budget, way in self.askings
-        ]
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        source = {"file": Path(self.options.file).name} if self.options.file else {}
+        return ((name, {"tokens": self.options.tokens, **source}) for name in self.documents)
 
     def ask(self, cell: Cell) -> Question:
         text, reference = self.documents[cell.sample]
@@ -123,10 +116,8 @@ class Summaries(QuestionExperiment):
     def score(self, answer: str, expected: Any) -> float:
         return 0.0  # `_compared` knows the other summary
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        shown = [each | {"reference ROUGE-2": each.get("reference_rouge", {}).get("rouge2", 0.0)} for each in data]
-        metric = "reference ROUGE-2" if any("reference_rouge" in each for each in data) else self.metric
-        return result_table.table(f"summaries: {metric}", shown, metric)
+    def shown(self, data: dict[str, Any]) -> dict[str, Any]:
+        return super().shown(data) | {"reference": data.get("reference_rouge", {}).get("rouge2")}
 
 
 command, main = runner.commands(Summaries)

@@ -19,7 +19,7 @@ from kvsketch_lab.records.estimate import (
     text_of,
 )
 from kvsketch_lab.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
-from kvsketch_lab.records.identity import budget_value, identity, latest
+from kvsketch_lab.records.identity import budget_value, latest
 from kvsketch_lab.records.stamp import command, commit, machine, make_record, versions
 
 __all__ = [
@@ -31,7 +31,6 @@ __all__ = [
     "budget_value",
     "command",
     "commit",
-    "identity",
     "interval_text",
     "latest",
     "machine",

@@ -191,14 +191,17 @@ def _data(record: Record) -> Record:
 
 
 def read_folder(folder: Path, remarks: list[str] | None = None, below: bool = False) -> list[Record]:
-    """The records of every *.jsonl file of a folder, and with `below` of the folders in it."""
+    """The records of every *.jsonl file of a folder, and with `below` of the folders in it, each with the `file` it is
+    from and the `folder` below this one.
+    """
     if not folder.is_dir():
         raise ValueError(f"{folder} is not a folder; name the one that `kvsketch eval ... --out DIR` wrote to")
     search = folder.rglob if below else folder.glob
     paths = sorted({*search("*.jsonl"), *(each.with_suffix("") for each in search("*.jsonl.gz"))})
     if not paths:
         raise ValueError(f"{folder} holds no record files (*.jsonl); run an experiment first: kvsketch eval --help")
-    return [record | {"file": path.name} for path in paths for record in read(path, remarks)]
+    places = [(path, {"file": path.name, "folder": path.parent.relative_to(folder).as_posix()}) for path in paths]
+    return [record | place for path, place in places for record in read(path, remarks)]
 
 
 def write_whole(path: Path, content: bytes) -> Path:

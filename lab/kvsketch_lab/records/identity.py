@@ -6,7 +6,7 @@ weights are part of every identity.
 
 from __future__ import annotations
 
-import json
+import functools
 import math
 from collections.abc import Iterable
 from fractions import Fraction
@@ -14,18 +14,25 @@ from typing import Any
 
 from kvsketch_lab.records.files import Record
 
-
-def identity(record: Record) -> str:
-    """What a record measured, whether it failed or not."""
-    return _key(record, ())
+REPEATED = ("position", "sample")  # fields in which the measurements of one method, budget and setting differ
 
 
-def _key(record: Record, without: tuple[str, ...]) -> str:
+def _key(record: Record) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+    """The method, budget and setting that a record measured, whether it failed or not, and what it measured of that."""
     data = record["data"]
-    names = [name for name in record.get("identity", ()) if name not in without]
-    result = {name: data[name] for name in names if data.get(name) not in (None, False, "")}
-    seed = None if "seed" in without else record.get("seed")
-    return json.dumps([record["kind"], seed, _weights(data), result], sort_keys=True, default=str)
+    shared, own = _names(tuple(record.get("identity", ())))
+    group = (record["kind"], _weights(data), *_values(data, shared))
+    return group, (record.get("seed"), *_values(data, own))
+
+
+@functools.cache
+def _names(identity: tuple[str, ...]) -> tuple[list[str], list[str]]:
+    names = sorted(identity)
+    return [name for name in names if name not in REPEATED], [name for name in names if name in REPEATED]
+
+
+def _values(data: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
+    return [(name, repr(data[name])) for name in names if data.get(name) not in (None, False, "")]
 
 
 def _weights(data: dict[str, Any]) -> str:
@@ -39,14 +46,14 @@ def latest(records: Iterable[Record]) -> list[Record]:
     Records of a commit that measured again replace all earlier ones of the same method, budget and setting, those of
     samples that were not repeated included, because those come from an older version of the method.
     """
-    kept: dict[str, dict[str, Record]] = {}
-    begun: dict[str, Any] = {}
+    kept: dict[tuple[Any, ...], dict[tuple[Any, ...], Record]] = {}
+    begun: dict[tuple[Any, ...], Any] = {}
     for record in records:
-        group = _key(record, ("sample", "seed", "position"))
+        group, own = _key(record)
         if record.get("again") and begun.get(group) != (commit := record.get("commit") or "unknown"):
             begun[group] = commit
             kept[group] = {}
-        kept.setdefault(group, {})[identity(record)] = record
+        kept.setdefault(group, {})[own] = record
     return [record for own in kept.values() for record in own.values()]
 
 

@@ -51,10 +51,14 @@ class Contents:
         return sorted(counts, key=lambda model: (-counts[model], model))
 
 
-def gather(folder: Path, below: bool = False) -> Contents:
-    """What the records of a folder, and with `below` of the folders in it, say."""
+def gather(folder: Path) -> Contents:
+    """What the records of a folder say."""
     remarks: list[str] = []
-    records = read_folder(folder, remarks, below)
+    return contents_of(read_folder(folder, remarks), remarks)
+
+
+def contents_of(records: Sequence[Record], remarks: list[str]) -> Contents:
+    """What records say, beside what was remarked when they were read."""
     counted = latest(records)
     known = [(kind, result) for kind in KINDS if (result := _observations(kind, counted, remarks))]
     used = [record for record in records if _is_shown(record)]

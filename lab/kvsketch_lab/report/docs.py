@@ -21,19 +21,21 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cache, cached_property
 from pathlib import Path
 from statistics import stdev
 from typing import Any
 
 from kvsketch import advice
+from kvsketch_lab import columns
 from kvsketch_lab.records import Estimate, Record, budget_value, interval_text, latest, mean, read_folder, write_whole
 from kvsketch_lab.report import (
     agents,
     benchmark_figures,
     benchmarks,
     bits,
+    blocks,
     doubt,
     equal_bytes,
     evidence,
@@ -46,7 +48,8 @@ from kvsketch_lab.report import (
     streams,
     vllm,
 )
-from kvsketch_lab.report.contents import Contents, gather
+from kvsketch_lab.report.contents import Contents, contents_of
+from kvsketch_lab.report.drawn import drawn
 from kvsketch_lab.report.kinds import BIG, KINDS, NOTHING, Data
 from kvsketch_lab.report.rows import Row, is_overall
 
@@ -63,22 +66,27 @@ REPEATED = {
 }
 
 
-def write(root: Path, methods: Sequence[Mapping[str, Any]]) -> list[Path]:
-    """Writes every page and figure of a checkout; the files. `methods`: what their classes say of them."""
-    numbers = Numbers(root, methods)
+def write(root: Path, methods: Sequence[Mapping[str, Any]], sizes: Any) -> list[Path]:
+    """Writes every page and figure of a checkout; the files. `methods`: what their classes say of them; `sizes`: makes
+    the tables of what fits on a GPU, for which it needs models.
+    """
+    numbers = Numbers(root, methods, sizes)
     looks = root / "lab" / "kvsketch_lab" / "report" / palette.FILE
     write_whole(looks, palette.look_file(methods).encode())
     table = root / "src" / "kvsketch" / advice.FILE
-    write_whole(table, recommend.file_text(read_folder(root / "results", below=True)).encode())
-    drawn = [write_whole(root / "docs" / "pictures" / f"{name}.png", render.png(f)) for name, f in numbers.figures()]
-    report, _ = render.render(root / "results" / "eval", root / "docs" / "report", page=False, below=True)
-    return [
-        looks,
-        table,
-        *report,
-        *drawn,
-        *(write_whole(path, text.encode()) for path, text in pages(root, numbers).items()),
-    ]
+    write_whole(table, recommend.file_text(numbers.everything).encode())
+    figures, report = drawn(root, lambda: _draw(root, numbers)), root / "docs" / "report"
+    own = [path for path in figures if report in path.parents]
+    texts = render.write_texts(numbers.contents, report, own, page=False)
+    written = [write_whole(path, text.encode()) for path, text in pages(root, numbers).items()]
+    return [looks, table, *texts, *figures, *written]
+
+
+def _draw(root: Path, numbers: Numbers) -> list[Path]:
+    """Draws all figures of a checkout."""
+    report, _ = render.write_figures(numbers.contents, root / "docs" / "report")
+    pictures = root / "docs" / "pictures"
+    return [*report, *(write_whole(pictures / f"{name}.png", render.png(each)) for name, each in numbers.figures())]
 
 
 def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:
@@ -98,25 +106,37 @@ def pages(root: Path, numbers: Numbers | None = None) -> dict[Path, str]:
 class Numbers:
     """What templates ask for."""
 
-    def __init__(self, root: Path, methods: Sequence[Mapping[str, Any]] = ()) -> None:
+    def __init__(self, root: Path, methods: Sequence[Mapping[str, Any]] = (), sizes: Any = None) -> None:
         if not (root / "results" / "eval").is_dir() or not (root / "docs").is_dir():
             raise ValueError(f"{root} has no results/eval and docs; run this where the repository is")
         self.results = root / "results"
-        self.methods = methods
+        self.methods, self.sizes = methods, sizes
         self._pages = root / "docs" / "methods"
 
     @cached_property
+    def everything(self) -> list[Record]:
+        """All records of results/; each file is read once."""
+        return read_folder(self.results, below=True)
+
+    @cache  # noqa: B019
+    def records(self, folder: str) -> list[Record]:
+        """The records of a folder of results/ and of the folders in it; none where it is not there."""
+        own = {name for name in {each["folder"] for each in self.everything} if f"{name}/".startswith(f"{folder}/")}
+        return [record for record in self.everything if record["folder"] in own]
+
+    @cached_property
+    def benchmarks(self) -> list[Record]:
+        """The records of results/ itself."""
+        return self.records(".")
+
+    @cached_property
     def contents(self) -> Contents:
-        return gather(self.results / "eval", below=True)
+        return contents_of(self.records("eval"), [])
 
     @cached_property
     def errors(self) -> Contents:
         """The records that the page on recall speaks of."""
-        return gather(self.results)
-
-    @cached_property
-    def benchmarks(self) -> list[Record]:
-        return read_folder(self.results)
+        return contents_of(self.benchmarks, [])
 
     @cached_property
     def at_equal_bytes(self) -> list[equal_bytes.Cell]:
@@ -131,11 +151,6 @@ class Numbers:
         exact = (record for record in self.records("eval") if record["kind"] == "lines")
         return [*own, *(record for record in exact if streams.asked(record) in wanted)]
 
-    @cache  # noqa: B019
-    def records(self, folder: str) -> list[Record]:
-        """The records of a folder of results/; none where it is not there."""
-        return read_folder(self.results / folder, below=True) if (self.results / folder).is_dir() else []
-
     # what templates ask
 
     def select(self, kind: str, /, **where: Any) -> list[Data]:
@@ -146,8 +161,21 @@ class Numbers:
         compares; "decode_all" has all shapes and prompts, "recall_all" the benchmark of that name), or a folder of
         results/ such as "positions/".
         """
-        wanted = {name: value if isinstance(value, (list, tuple)) else [value] for name, value in where.items()}
-        return [each for each in self._measured(kind) if all(each.get(name) in wanted[name] for name in wanted)]
+        method = where.get("method")
+        # Most templates ask about one method.
+        known = self._by_method(kind).get(method, []) if isinstance(method, str) else self._measured(kind)
+        return [each for each in known if _is_as(each, where)]
+
+    def methods_of(self, kind: str) -> list[str]:
+        """The text forms of all methods that were measured."""
+        return [method for method in self._by_method(kind) if method]
+
+    @cache  # noqa: B019
+    def _by_method(self, kind: str) -> dict[Any, list[Data]]:
+        result: dict[Any, list[Data]] = {}
+        for each in self._measured(kind):
+            result.setdefault(each.get("method"), []).append(each)
+        return result
 
     def values(self, kind: str, formula: str, /, **where: Any) -> list[Any]:
         """A field, or a formula of fields, of the measurements that `select` finds; those without it are left out."""
@@ -155,8 +183,12 @@ class Numbers:
 
     def measurements(self, kind: str, formula: str, /, **where: Any) -> list[tuple[Any, Data]]:
         """The same values, each with all fields of its measurement."""
-        compute = self._environment.compile_expression(formula)
+        compute = self._formula(formula)
         return [(value, each) for each in self.select(kind, **where) if (value := compute(each)) is not None]
+
+    @cache  # noqa: B019
+    def _formula(self, text: str) -> Any:
+        return self._environment.compile_expression(text)
 
     def quotients(self, kind: str, one: str, other: str, /, **where: Any) -> str:
         """Means of one method over those of another, by budget: `0.88 (1/2), 0.95 (1/4)`."""
@@ -165,6 +197,40 @@ class Numbers:
         )
         both = sorted(ours.keys() & theirs.keys(), key=budget_value, reverse=True)
         return ", ".join(f"{ours[budget] / theirs[budget]:.2f} ({budget})" for budget in both) or NOTHING
+
+    def of_kind(self, kind: str) -> list[Data]:
+        """The data of all records of a benchmark."""
+        return [_data(record) for record in self.benchmarks if benchmarks.benchmark_of(record) == kind]
+
+    def last(self, kind: str, keys: str = "method", /, having: str = "", without: str = "", **where: Any) -> list[Data]:
+        """The last record of a benchmark for each value of the fields `keys`, of those that have one field, lack others
+        and are as `where` says.
+        """
+        return benchmarks.last(self._chosen(kind, having, without, where), *keys.split())
+
+    def beside(self, kind: str, keys: str, /, **where: Any) -> list[Data]:
+        """Contenders of a benchmark in one row for each value of the fields `keys`."""
+        return benchmarks.beside(self._chosen(kind, "", "", where), *keys.split())
+
+    def _chosen(self, kind: str, having: str, without: str, where: Mapping[str, Any]) -> list[Data]:
+        own = [d for d in self.of_kind(kind) if _is_as(d, where) and not any(map(d.get, without.split()))]
+        return [d for d in own if not having or d.get(having)]
+
+    def table(self, rows: Iterable[Data], text: str) -> str:
+        """A table of rows with the columns of a text (`kvsketch_lab.columns`), whose formulas may be any of fields, as
+        in `values`; the format `code` writes a text as it was typed.
+        """
+        shown = columns.parse(text)
+        return blocks.table([each.heading for each in shown], [[self._cell(c, row) for c in shown] for row in rows])
+
+    def _cell(self, column: columns.Column, row: Data) -> str:
+        from jinja2 import UndefinedError
+
+        try:
+            value = self._formula(column.formula)(row)
+        except UndefinedError:
+            value = None
+        return blocks.Code(value) if column.form == "code" else column.text(value)
 
     @cache  # noqa: B019
     def _measured(self, kind: str) -> list[Data]:
@@ -177,7 +243,7 @@ class Numbers:
         if kind.endswith("/"):
             return [_data(record) | {"kind": record["kind"]} for record in latest(self.records(kind[:-1]))]
         own = re.sub("_(sizes|all)$", "", kind)
-        data = [_data(record) for record in self.benchmarks if benchmarks.benchmark_of(record) == own]
+        data = self.of_kind(own)
         if kind == KERNELS:
             return benchmarks.sizes(data)
         counted = benchmarks.usual_steps(data) if kind == DECODE else data
@@ -188,7 +254,11 @@ class Numbers:
         known = self._environment.list_templates(extensions=["md"])
         if f"{name}.md" not in known:
             raise ValueError(f"no template {name!r}; a page may ask for: {', '.join(each[:-3] for each in known)}")
-        return self._environment.get_template(f"{name}.md").render(about=about).strip()
+        return self.fill(f"{name}.md", about=about)
+
+    def fill(self, template: str, /, **values: Any) -> str:
+        """A template of any name, filled in."""
+        return str(self._environment.get_template(template).render(**values).strip())
 
     @cached_property
     def _environment(self) -> Any:
@@ -203,7 +273,7 @@ class Numbers:
         )
         tables = (agents, benchmarks, bits, doubt, equal_bytes, evidence, papers, recall, streams, vllm)
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
-        result.globals |= {"n": self, "big": BIG}
+        result.globals |= {"n": self, "big": BIG, "sizes": self.sizes}
         result.filters |= FILTERS
         return result
 
@@ -235,6 +305,11 @@ class Numbers:
 def _data(record: Record) -> Data:
     """What was measured, with which seed and by which command."""
     return {**record["data"], "seed": record.get("seed"), "command": record.get("command") or ""}
+
+
+def _is_as(data: Data, where: Mapping[str, Any]) -> bool:
+    """Whether the fields are as asked for, each the value given, or one of a list."""
+    return all(data.get(name) in (v if isinstance(v, (list, tuple)) else (v,)) for name, v in where.items())
 
 
 def _of_rows(contents: Contents, kind: str) -> list[Data]:

@@ -26,7 +26,7 @@ from kvsketch_lab.records import (
 )
 from kvsketch_lab.records.held_out import is_held_out_seed, is_held_out_text
 from kvsketch_lab.report import blocks
-from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure
+from kvsketch_lab.report.canvas import as_shares, curve, dress, grid, legend
 from kvsketch_lab.report.kinds import Data, estimate_of, model_name
 from kvsketch_lab.report.palette import looks, order
 
@@ -37,6 +37,7 @@ ASIDE = "replay=sampled"  # what costs more than another form and answers less i
 LOSSES = ("perplexity", "KL")  # tasks of which less is better
 SHORT_HEAD = "share of the full cache's bytes"
 SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
+SMALL = {"markersize": 4.5, "linewidth": 1.3, "zorder": 3}  # how a curve is drawn that is not ours
 DRAWN = ("lines 200", "lines 400", "RULER 4,000", "needle 4,000")
 
 
@@ -329,21 +330,17 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
     if not tasks:
         return None
-    columns = min(2, len(tasks))
-    lines = math.ceil(len(tasks) / columns)
-    figure, panels = new_figure(WIDEST, 3.6 * lines + 0.9, lines, columns)
+    figure, panels = grid(len(tasks), 2, 3.6, 0.9)
     shown = looks({cell.method for cell in own})
-    for axes, task in zip(panels, tasks, strict=False):
+    for axes, task in zip(panels, tasks, strict=True):
         _panel(axes, [cell for cell in own if cell.task == task], shown)
         axes.set_title(_title(task), loc="left", fontsize=10)
-    for axes in panels[len(tasks) :]:
-        axes.set_axis_off()
     legend(figure, panels)
     return figure
 
 
 def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
-    from matplotlib.ticker import FuncFormatter, NullLocator
+    from matplotlib.ticker import NullLocator
 
     curves: dict[str, list[Cell]] = {}
     for cell in own:
@@ -357,26 +354,11 @@ def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
             axes.axhline(members[0].value.value, color=look.colour, linestyle="--", linewidth=1.4, label="full cache")
             axes.plot([members[0].bytes], [members[0].value.value], marker="s", color=look.colour, markersize=6)
             continue
-        ours = _is_ours(name)
-        means = [cell.value.value for cell in members]
-        lows = [0.0 if c.value.low is None else max(0.0, c.value.value - c.value.low) for c in members]
-        highs = [0.0 if c.value.high is None else max(0.0, c.value.high - c.value.value) for c in members]
-        axes.errorbar(
-            [cell.bytes for cell in members],
-            means,
-            yerr=[lows, highs],
-            color=look.colour,
-            linestyle=line_style(look),
-            marker=look.marker,
-            markersize=9 if ours else 4.5,
-            linewidth=2.6 if ours else 1.3,
-            elinewidth=0.7,
-            zorder=4 if ours else 3,
-            label=name,
-        )
+        size = {"markersize": 9, "linewidth": 2.6, "zorder": 4} if _is_ours(name) else SMALL
+        places = [cell.bytes for cell in members]
+        curve(axes, places, [cell.value for cell in members], look, marker=look.marker, label=name, **size)
     axes.set(xscale="log", xlabel="device bytes, share of the full cache's", ylabel="right answers", ylim=(-0.03, 1.03))
     axes.set_xticks([1.0, *(budget_value(share) for share in SHARES)], ["1", *SHARES])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
-    axes.grid(True, which="major", **GRID)
-    axes.spines[["top", "right"]].set_visible(False)
+    as_shares(axes.yaxis)
+    dress(axes)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from kvsketch_lab.records import (
@@ -29,82 +29,35 @@ from kvsketch_lab.report.kinds import BIG, Data, model_name
 from kvsketch_lab.report.palette import order
 
 FULL = "full"
+DIVERGENCES = ["KL", "KL, 99.9th percentile"]
 PERMILLE = 0.001  # of the tokens, beyond the 99.9th percentile
 
 
-class Part(NamedTuple):
-    """A table of the page: which records it shows, and in which columns each of them counts."""
-
-    title: str
-    text: str
-    columns: Callable[[str, Data], Sequence[str]]  # of the kind and the data of a record; none: it is not shown
-    likelihood: bool = False
+DOCUMENTS, CONVERSATION, TURNS = "Questions about documents", "Questions about a conversation", "Many turns"
+LONG_ANSWERS, INSTRUCTIONS, LONGER = "Long answers", "Instructions", "Longer texts"
+LIKELIHOOD = "How likely a reference is"
 
 
-def _documents(kind: str, data: Data) -> Sequence[str]:
-    return [data["task"]] if kind == "leval" and not data.get("turns") else []
-
-
-def _conversations(kind: str, data: Data) -> Sequence[str]:
-    return ["all", data["task"]] if kind == "locomo" else []
-
-
-def _turns(kind: str, data: Data) -> Sequence[str]:
-    if kind not in ("leval", "lines") or not data.get("turns"):
-        return []
-    name = data["task"] if kind == "leval" else f"lines {data['lines']}"
-    return [f"{name}, first turn" if data["turn"] == 0 else f"{name}, turns 2 to {data['turns']}"]
-
-
-def _long_answers(kind: str, data: Data) -> Sequence[str]:
-    return [f"{data['problems']} in a prompt" if data["problems"] > 1 else "1 problem"] if kind == "gsm8k" else []
-
-
-def _instructions(kind: str, data: Data) -> Sequence[str]:
-    return [f"{data['instructions']} instructions, {data['tokens']:,} tokens"] if kind == "instructions" else []
-
-
-def _lengths(kind: str, data: Data) -> Sequence[str]:
-    return [f"RULER {data['length']:,}"] if kind == "ruler" else []
-
-
-def _likelihoods(kind: str, data: Data) -> Sequence[str]:
-    return [data["task"]] if kind == "likelihood" else []
-
-
-PARTS = (
-    Part("Questions about documents", "L-Eval's closed tasks: the share of right answers.", _documents),
-    Part(
-        "Questions about a conversation",
-        "LoCoMo: F1 of words. Questions without an answer in the conversation are left out.",
-        _conversations,
-    ),
-    Part(
-        "Many turns",
-        "Questions about one text as turns of one talk: each is asked after the answers before it, in the same cache.",
-        _turns,
-    ),
-    Part(
-        "Long answers",
-        "GSM8K, thought through step by step: the share of right numbers. What is generated is compressed too, and a "
-        "share is one of the full cache of prompt and answer.",
-        _long_answers,
-    ),
-    Part(
-        "Instructions",
-        "A system prompt with instructions, then a long text, both compressed before a request is known: the share of "
-        "instructions that an answer follows. With `sinks=192` the system prompt stays whole.",
-        _instructions,
-    ),
-    Part("Longer texts", "RULER: the mean over the tasks that were asked.", _lengths),
-    Part(
-        "How likely a reference is",
-        "Summaries by people, in nats per token (less is better), and the divergence of the next token's distribution "
-        "from the full cache's over all their tokens.",
-        _likelihoods,
-        likelihood=True,
-    ),
-)
+def columns(record: Record) -> tuple[str, list[str]]:
+    """The table of the page that shows a record, and the columns of it in which it counts."""
+    data: Data = record["data"]
+    match record["kind"]:
+        case "leval" | "lines" as kind if data.get("turns"):
+            name = data["task"] if kind == "leval" else f"lines {data['lines']}"
+            return TURNS, [f"{name}, first turn" if data["turn"] == 0 else f"{name}, turns 2 to {data['turns']}"]
+        case "leval":
+            return DOCUMENTS, [data["task"]]
+        case "locomo":
+            return CONVERSATION, ["all", data["task"]]
+        case "gsm8k":
+            return LONG_ANSWERS, [f"{data['problems']} in a prompt" if data["problems"] > 1 else "1 problem"]
+        case "instructions":
+            return INSTRUCTIONS, [f"{data['instructions']} instructions, {data['tokens']:,} tokens"]
+        case "ruler":
+            return LONGER, [f"RULER {data['length']:,}"]
+        case "likelihood":
+            return LIKELIHOOD, [data["task"]]
+    return "", []
 
 
 class Cell(NamedTuple):
@@ -132,39 +85,39 @@ def models(records: Sequence[Record]) -> list[str]:
     return sorted(known, key=lambda model: (model != BIG, model))
 
 
-def tables(records: Sequence[Record], model: str, part: Part) -> str:
+def tables(records: Sequence[Record], model: str, part: str) -> str:
     """A table for each share of the bytes: a row for each method, a column for each task; empty without records."""
-    own = [record for record in shown(records) if model_name(record["data"]) == model]
-    own = [record for record in own if part.columns(record["kind"], record["data"])]
-    shares = {str(record["data"]["budget"]) for record in own} - {""}
-    full = [record for record in own if record["data"]["method"] == FULL]
-    result = []
-    for share in sorted(shares, key=budget_value, reverse=True):
-        at_share = [record for record in own if record["data"]["budget"] == share]
-        result.append(f"**{share} of the bytes**\n\n{_table(part, full, at_share)}")
-    return "\n\n".join(result)
+    own = [record for record in shown(records) if model_name(record["data"]) == model and columns(record)[0] == part]
+    by: dict[str, dict[str, list[Record]]] = {}  # the records of each share and method
+    for record in own:
+        by.setdefault(str(record["data"]["budget"]), {}).setdefault(record["data"]["method"], []).append(record)
+    full = by.pop("", {}).get(FULL, [])
+    shares = sorted(by, key=budget_value, reverse=True)
+    return "\n\n".join(f"**{share} of the bytes**\n\n{_table(part, full, by[share])}" for share in shares)
 
 
-def _table(part: Part, full: Sequence[Record], others: Sequence[Record]) -> str:
-    by_column = _by_column(part, full)
-    columns = sorted({*by_column, *_by_column(part, others)})
-    reference = {column: cell(own) for column, own in by_column.items()}
-    titles = [_title(column, reference.get(column), part.likelihood) for column in columns]
-    methods = sorted({record["data"]["method"] for record in others}, key=order)
-    rows = [_row(part, FULL, full, columns, reference)] if full else []
-    for method in methods:
-        own = [record for record in others if record["data"]["method"] == method]
-        rows.append(_row(part, method, own, columns, reference))
-    more = ["KL", "KL, 99.9th percentile"] if part.likelihood else []
-    return blocks.table(["method", "bytes", *titles, *more], rows)
+def _table(part: str, full: Sequence[Record], others: dict[str, list[Record]]) -> str:
+    reference = _cells(full)
+    rows = {FULL: full} if full else {}
+    rows |= {method: others[method] for method in sorted(others, key=order)}
+    cells = {method: _cells(own) for method, own in rows.items()}
+    tasks = sorted({task for own in cells.values() for task in own})
+    head = ["method", "bytes", *(_title(task, reference.get(task), part) for task in tasks)]
+    lines = []
+    for method, own in rows.items():
+        held = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in own])
+        texts = [_text(cells[method].get(task), reference.get(task)) for task in tasks]
+        lines.append([blocks.Code(method), f"{held:.1%}", *texts, *(_divergences(own) if part == LIKELIHOOD else [])])
+    return blocks.table([*head, *(DIVERGENCES if part == LIKELIHOOD else [])], lines)
 
 
-def _by_column(part: Part, records: Sequence[Record]) -> dict[str, list[Record]]:
-    result: dict[str, list[Record]] = {}
+def _cells(records: Sequence[Record]) -> dict[str, Cell]:
+    """What one method did, by column."""
+    by: dict[str, list[Record]] = {}
     for record in records:
-        for column in part.columns(record["kind"], record["data"]):
-            result.setdefault(column, []).append(record)
-    return result
+        for column in columns(record)[1]:
+            by.setdefault(column, []).append(record)
+    return {column: cell(own) for column, own in by.items()}
 
 
 def cell(records: Sequence[Record]) -> Cell:
@@ -193,21 +146,11 @@ def is_telling(full: Cell) -> bool:
     return lowest > full.chance
 
 
-def _title(column: str, full: Cell | None, likelihood: bool) -> str:
+def _title(column: str, full: Cell | None, part: str) -> str:
     if full is None:
         return f"{column} (no full cache)"
-    flag = "" if likelihood or is_telling(full) else f"; not telling, chance {full.chance:.2f}"
+    flag = "" if part == LIKELIHOOD or is_telling(full) else f"; not telling, chance {full.chance:.2f}"
     return f"{column} ({full.questions} questions{flag})"
-
-
-def _row(
-    part: Part, method: str, records: Sequence[Record], columns: Sequence[str], reference: dict[str, Cell]
-) -> list[str]:
-    own = {column: cell(members) for column, members in _by_column(part, records).items()}
-    held = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in records])
-    texts = [_text(own.get(column), reference.get(column)) for column in columns]
-    more = _divergences([record["data"] for record in records]) if part.likelihood else []
-    return [blocks.Code(method), f"{held:.1%}", *texts, *more]
 
 
 def _text(own: Cell | None, full: Cell | None) -> str:
@@ -217,8 +160,9 @@ def _text(own: Cell | None, full: Cell | None) -> str:
     return f"{interval_text(own.value)}{fewer}"
 
 
-def _divergences(data: Sequence[Data]) -> list[str]:
+def _divergences(records: Sequence[Record]) -> list[str]:
     """The mean over tokens of the divergence, and its 99.9th percentile."""
+    data = [record["data"] for record in records]
     tokens = sum(each["tokens_scored"] for each in data)
     average = math.fsum(each["kl"] * each["tokens_scored"] for each in data) / tokens
     return [f"{average:.3f}", f"{percentile(data):.2f}"]

@@ -7,13 +7,12 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure, slug
+from kvsketch_lab.report.canvas import GRID, WIDEST, dress, grid, legend, line_style, new_figure, slug, title
 from kvsketch_lab.report.kinds import Data
 from kvsketch_lab.report.palette import Look
 
 COLOURS = {"keys": "#1b6ca8", "values": "#c0432b"}
 FAILED, ONE_QUESTION = "!", "*"
-MOST_COLUMNS = 2
 MOST_PLANES = 6
 TITLE_LETTERS = 32  # of a line, for each column of panels
 
@@ -25,17 +24,12 @@ def needle(maps: Sequence[Data]) -> Iterator[tuple[str, Any]]:
         budgets = [b for b in dict.fromkeys(each["budget"] for each in own) if b] or [""]
         for budget in budgets:
             shown = [each for each in own if each["budget"] in ("", budget)]
-            columns = min(3, len(shown))
-            lines = math.ceil(len(shown) / columns)
-            title = f"Needle by depth and length, {model}, budget {budget or 'none'} (* one question)"
-            title_lines = textwrap.wrap(title, TITLE_LETTERS * columns)
-            height = 2.3 * lines + 0.25 + 0.25 * len(title_lines)
-            figure, panels = new_figure(WIDEST * columns / 3, height, lines, columns)
-            for axes, each in zip(panels, shown, strict=False):
+            name = f"Needle by depth and length, {model}, budget {budget or 'none'} (* one question)"
+            letters = TITLE_LETTERS * min(3, len(shown))
+            figure, panels = grid(len(shown), 3, 2.3, 0.25 + 0.25 * len(textwrap.wrap(name, letters)), narrow=True)
+            for axes, each in zip(panels, shown, strict=True):
                 _heat(axes, each)
-            for axes in panels[len(shown) :]:
-                axes.set_axis_off()
-            figure.suptitle("\n".join(title_lines), x=0.01, ha="left")
+            title(figure, name, letters)
             yield f"needle-map-{slug(model)}-{slug(budget.replace('/', ' of '))}".rstrip("-"), figure
 
 
@@ -60,21 +54,16 @@ def positions(entries: Sequence[Data], shown: dict[str, Look]) -> Iterator[tuple
     for model, setting in dict.fromkeys((each["model"], each["setting"]) for each in entries):
         own = [each for each in entries if (each["model"], each["setting"]) == (model, setting)]
         budgets = [b for b in dict.fromkeys(each["budget"] for each in own) if b] or [""]
-        columns = min(MOST_COLUMNS, len(budgets))
-        lines = math.ceil(len(budgets) / columns)
-        figure, panels = new_figure(WIDEST, 4.0 * lines + 1.0, lines, columns)
-        for axes in panels[len(budgets) :]:
-            axes.set_axis_off()
-        for axes, budget in zip(panels, budgets, strict=False):
+        figure, panels = grid(len(budgets), 2, 4.0, 1.0)
+        for axes, budget in zip(panels, budgets, strict=True):
             for each in own:
                 if each["budget"] in ("", budget):
                     _position_line(axes, each, shown[each["method"]])
             axes.set(xlabel="position in the text, tokens", ylabel="deviation of perplexity (lower is better)")
             axes.set_title(f"budget {budget}", loc="left", fontsize=10)
-            axes.grid(True, **GRID)
-            axes.spines[["top", "right"]].set_visible(False)
+            dress(axes)
         figure.suptitle(f"Perplexity by position, {setting}, {model}", x=0.01, ha="left")
-        legend(figure, panels[: len(budgets)])
+        legend(figure, panels)
         yield f"perplexity-positions-{slug(model)}-{slug(setting)}", figure
 
 

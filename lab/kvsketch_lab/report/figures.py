@@ -3,21 +3,18 @@
 from __future__ import annotations
 
 import itertools
-import math
-import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from kvsketch_lab.records import budget_value
+from kvsketch_lab.records import Estimate, budget_value
 from kvsketch_lab.report import figure_pictures
-from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure, slug
+from kvsketch_lab.report.canvas import WIDEST, as_shares, curve, dress, grid, legend, new_figure, slug, title
 from kvsketch_lab.report.contents import Contents, Section
 from kvsketch_lab.report.kinds import Kind
 from kvsketch_lab.report.palette import Look, looks, order
 from kvsketch_lab.report.rows import Row, is_overall
 
 MOST_PANELS = 6
-TITLE_LETTERS = 90  # of a line
 Figure = tuple[str, Any]  # name of the file without its ending, and the matplotlib figure
 
 
@@ -41,21 +38,16 @@ def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> An
     if len(settings) > MOST_PANELS and is_overall(settings[0]):
         settings = settings[:1]
     settings = settings[:MOST_PANELS]
-    columns = min(2, len(settings))
-    lines = math.ceil(len(settings) / columns)
-    figure, panels = new_figure(WIDEST, (5.2 if columns == 1 else 3.8) * lines + 1.1, lines, columns)
-    for axes, setting in zip(panels, settings, strict=False):
+    figure, panels = grid(len(settings), 2, 5.2 if len(settings) == 1 else 3.8, 1.1)
+    for axes, setting in zip(panels, settings, strict=True):
         _panel(axes, section.kind, [row for row in rows if row.setting == setting], shown)
         axes.set_title(setting.removesuffix(f", {rows[0].variant}"), loc="left", fontsize=10)
     if section.kind.share:
-        edges = [axes.get_ylim() for axes in panels[: len(settings)]]
-        for axes in panels[: len(settings)]:
+        edges = [axes.get_ylim() for axes in panels]
+        for axes in panels:
             axes.set_ylim(min(low for low, _ in edges), max(high for _, high in edges))
-    for axes in panels[len(settings) :]:
-        axes.set_axis_off()
-    title = ", ".join(filter(None, (section.kind.title, rows[0].model, rows[0].variant)))
-    figure.suptitle("\n".join(textwrap.wrap(title, TITLE_LETTERS)), x=0.01, ha="left", fontsize=12)
-    legend(figure, panels[: len(settings)])
+    title(figure, ", ".join(filter(None, (section.kind.title, rows[0].model, rows[0].variant))), fontsize=12)
+    legend(figure, panels)
     return figure
 
 
@@ -66,9 +58,10 @@ def attention_errors(section: Section, model: str) -> Any:
     figure, panels = new_figure(WIDEST, 6.2, 1, 2)
     recall = [row for row in rows if shown[row.method].family in ("recall", "oracle")]
     defaults = [row for row in rows if ":" not in row.method]
-    for axes, own, title in ((panels[0], recall, "Recall methods"), (panels[1], defaults, "All methods, by default")):
+    parts = ((recall, "Recall methods"), (defaults, "All methods, by default"))
+    for axes, (own, name) in zip(panels, parts, strict=True):
         _panel(axes, section.kind, own, shown)
-        axes.set_title(title, loc="left", fontsize=10)
+        axes.set_title(name, loc="left", fontsize=10)
     legend(figure, panels)
     return figure
 
@@ -104,33 +97,15 @@ def _panel(axes: Any, kind: Kind, rows: Sequence[Row], shown: dict[str, Look]) -
         own = [row for row in rows if row.method == method and row.mean is not None]
         bounded = [row for row in own if row.budget]
         if bounded:
-            _line(axes, method, bounded, [of(row) for row in bounded], shown[method])
+            look, values = shown[method], [Estimate(row.mean or 0.0, row.low, row.high) for row in bounded]
+            marker = "+" if look.marker == "*" else look.marker
+            size = {"markersize": 4.5, "linewidth": 1.4}
+            curve(axes, [of(row) for row in bounded], values, look, marker=marker, label=method, **size)
         for row in own:
             if not row.budget:
                 style = next(styles)
                 axes.axhline(row.mean, color=shown[method].colour, linestyle=style, linewidth=1.2, label=method)
     _dress(axes, kind, name, rows, of)
-
-
-def _line(axes: Any, method: str, rows: Sequence[Row], places: Sequence[float | None], look: Look) -> None:
-    means = [row.mean for row in rows]
-    edges = [[abs(mean - edge) if edge is not None else 0 for mean, edge in pairs] for pairs in _edges(rows)]
-    axes.errorbar(
-        places,
-        means,
-        yerr=edges,
-        color=look.colour,
-        linestyle=line_style(look),
-        marker="+" if look.marker == "*" else look.marker,
-        markersize=4.5,
-        linewidth=1.4,
-        elinewidth=0.7,
-        label=method,
-    )
-
-
-def _edges(rows: Sequence[Row]) -> list[list[tuple[Any, Any]]]:
-    return [[(row.mean, row.low) for row in rows], [(row.mean, row.high) for row in rows]]
 
 
 def _dress(axes: Any, kind: Kind, name: str, rows: Sequence[Row], of: Callable[[Row], float | None]) -> None:
@@ -144,7 +119,7 @@ def _dress(axes: Any, kind: Kind, name: str, rows: Sequence[Row], of: Callable[[
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     elif kind.share:
-        axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{100 * value:.0f}%"))
+        as_shares(axes.yaxis)
     places = sorted({value for row in rows if row.budget and (value := of(row)) is not None and value > 0})
     ticks = _apart(places)
     labels = {of(row): row.budget for row in rows if row.budget}
@@ -154,8 +129,7 @@ def _dress(axes: Any, kind: Kind, name: str, rows: Sequence[Row], of: Callable[[
     }
     axes.set_xticks(ticks, [text[tick] for tick in ticks])
     axes.xaxis.set_minor_locator(NullLocator())
-    axes.grid(True, which="major", **GRID)
-    axes.spines[["top", "right"]].set_visible(False)
+    dress(axes)
 
 
 def _apart(places: Sequence[float]) -> list[float]:

@@ -17,27 +17,28 @@ from kvsketch_lab.report.contents import CLUSTERABILITY, Contents, gather
 from kvsketch_lab.report.kinds import KINDS
 
 NO_FIGURES = "no figures: matplotlib is missing; pip install 'kvsketch[lab]'"
-DPI = 96
 COLOURS = 63  # of a figure's palette: enough for lines and text, and a third of the file size
 
 
-def render(source: Path, target: Path, page: bool = True, below: bool = False) -> tuple[list[Path], list[str]]:
-    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user.
-
-    Without `page` there is no HTML page; with `below` the folders in `source` are read too.
-    """
-    contents = gather(source, below)
+def render(source: Path, target: Path) -> tuple[list[Path], list[str]]:
+    """Reads the records in `source` and writes the report into `target`; the files, and remarks for the user."""
+    contents = gather(source)
     if not contents.records:
         result = "; ".join(contents.remarks)
         raise ValueError(
             f"{source} holds no record of an experiment; run one first: kvsketch eval --help. Found: {result}"
         )
-    drawn, remarks = _write_figures(contents, target)
+    drawn, remarks = write_figures(contents, target)
+    return [*write_texts(contents, target, drawn, page=True), *drawn], [*contents.remarks, *remarks]
+
+
+def write_texts(contents: Contents, target: Path, drawn: Iterable[Path], page: bool) -> list[Path]:
+    """Writes what a report has beside its figures, without `page` no HTML page."""
     whole = body(contents, [path.relative_to(target).as_posix() for path in drawn])
     written = [write_whole(target / "report.md", (blocks.markdown(whole) + "\n").encode())]
     if page:
         written.append(write_whole(target / "report.html", html_page(whole, target).encode()))
-    return written + drawn, [*contents.remarks, *remarks]
+    return written
 
 
 def html_page(whole: Iterable[blocks.Block], folder: Path) -> str:
@@ -48,7 +49,8 @@ def html_page(whole: Iterable[blocks.Block], folder: Path) -> str:
     return text.substitute(title=TITLE, style=style, body=blocks.html(whole, folder))
 
 
-def _write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[str]]:
+def write_figures(contents: Contents, target: Path) -> tuple[list[Path], list[str]]:
+    """Draws every figure of a report; the files, and a remark where they cannot be drawn."""
     if importlib.util.find_spec("matplotlib") is None:
         return [], [NO_FIGURES]
     folder = target / "figures"
@@ -61,9 +63,15 @@ def png(figure: Any) -> bytes:
     """A figure as PNG with a palette; the same for the same figure."""
     from PIL import Image
 
-    drawn, small = io.BytesIO(), io.BytesIO()
-    figure.savefig(drawn, format="png", dpi=DPI, metadata={"Software": None})
-    image = Image.open(drawn).convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    # What lies inside the axes has no part in the layout, which would measure each of it.
+    for axes in figure.axes:
+        for artist in (*axes.lines, *axes.collections, *axes.texts):
+            artist.set_in_layout(False)
+    # `savefig` would draw twice, the first time for the layout alone, which drawing computes anyway.
+    figure.canvas.draw()
+    drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba(), "raw", "RGBA", 0, 1)
+    image = drawn.convert("RGB").quantize(COLOURS, Image.Quantize.FASTOCTREE, dither=Image.Dither.NONE)
+    small = io.BytesIO()
     image.save(small, format="png", optimize=True)
     return small.getvalue()
 

@@ -5,10 +5,10 @@ An overall setting, such as all numbers of lines, combines others; it contains o
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, NamedTuple
 
 from kvsketch_lab.records import Estimate, mean_over_texts
 
@@ -16,8 +16,7 @@ Estimator = Callable[[Sequence["Observation"]], Estimate]
 MEMORY = ("tokens_stored", "tokens_read", "device_bytes", "host_bytes", "full_bytes")
 
 
-@dataclass(frozen=True)
-class Observation:
+class Observation(NamedTuple):
     """One measured value, or one failure."""
 
     kind: str
@@ -34,7 +33,7 @@ class Observation:
     device_bytes: float | None = None
     host_bytes: float | None = None
     full_bytes: float | None = None
-    data: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)  # of its record
+    data: Mapping[str, Any] = MappingProxyType({})  # of its record
     run: tuple[str, str] = ("", "")  # when its record was made, and by which command
 
 
@@ -160,7 +159,7 @@ def _of_group(field: str, overall: str, members: Sequence[Observation]) -> list[
     name = overall if len(shared) == len(measured) else f"all of {field} {', '.join(f'{v:,}' for v in shared)}"
     setting = ", ".join(filter(None, (name, members[0].variant)))
     result = [
-        dataclasses.replace(each, setting=setting)
+        each._replace(setting=setting)
         for each in members
         if is_overall(each.setting) and int(each.data[field]) in shared and (each.method, each.budget) in complete
     ]

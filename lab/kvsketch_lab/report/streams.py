@@ -57,9 +57,9 @@ class Compared(NamedTuple):
 def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
     """What the records of one experiment compare."""
     result: dict[tuple[str, str, str, int], dict[int, list[Record]]] = {}
-    for record in latest(records):
+    for record in latest(record for record in records if record["kind"] == shown.kind):
         data = record["data"]
-        if record["kind"] != shown.kind or data.get("protocol", "prefill") != "prefill":
+        if data.get("protocol", "prefill") != "prefill":
             continue
         model = ", ".join([model_name(data), *variants({**data, "chunk": EXACT})])
         ways = result.setdefault((model, data["method"], data["budget"], data[shown.by]), {})

@@ -2,12 +2,11 @@
 
     kvsketch bench operations --out results/operations.jsonl
     kvsketch bench operations --only mass,recall --prefill-ms 1400
-    kvsketch bench operations --only attention --tune --out build/bench/launches.jsonl
 
 Shapes: 32 layers, 32 query heads, 8 KV heads, head size 128, bfloat16. Results are first compared with the references
 of the operations, and nothing is reported when one differs. A floor is the time to read the bytes once at the measured
 copy bandwidth. A share is the time of all layers over that of a prefill with transformers' own cache (`--prefill-ms`,
-measured in the same process unless given) or of a decode step (`--step-ms`). `--tune` times launch sizes instead.
+measured in the same process unless given) or of a decode step (`--step-ms`).
 
 attention: decode attention over weighted slots beside SDPA's kernels. linear: the linear layers of a decode step beside
 torch's. chunk: a chunk of a streamed prompt beside flash attention. mass: the column sums of attention that h2o and
@@ -18,7 +17,7 @@ streaming structure. pages: quest's bounds and choice. recall: clustering, selec
 from __future__ import annotations
 
 import functools
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,7 +32,7 @@ from kvsketch_lab.benchmark.operations.operation import Operation, Settings
 from kvsketch_lab.benchmark.operations.pages import Pages
 from kvsketch_lab.benchmark.operations.recall import Recall
 from kvsketch_lab.benchmark.operations.subgen import SubGenLayer
-from kvsketch_lab.benchmark.runner import Fields, Trial, target_text
+from kvsketch_lab.benchmark.runner import Fields, target_text
 from kvsketch_lab.options import option
 
 OPERATIONS: dict[str, type[Operation]] = {
@@ -51,7 +50,7 @@ NOTES = {
 
 @dataclass
 class Operations(Settings):
-    name, kind, tuning_kind = "operations", "operation", "operation-tune"
+    name, kind = "operations", "operation"
     operation, title = "weighted_attention", "Operations, one layer of Llama-3.1-8B"
     columns = (
         "operation | inputs | by=contender | µs=median_us:,.1f | p10=p10_us:,.1f | p90=p90_us:,.1f | "
@@ -59,7 +58,6 @@ class Operations(Settings):
         "notes"
     )
     only: tuple[str, ...] = option(tuple(OPERATIONS), "operations, comma-separated", choices=tuple(OPERATIONS))
-    tune: bool = option(False, "time launch sizes instead")
 
     @functools.cached_property
     def chosen(self) -> dict[str, Operation]:
@@ -72,9 +70,6 @@ class Operations(Settings):
                 f"--prefill-ms is needed with --device cpu, where no prefill is measured, for {', '.join(of_prefill)}; "
                 "use such as 1400"
             )
-        tuned = [name for name, each in OPERATIONS.items() if each.trials is not Operation.trials]
-        if self.tune and not {*tuned} & {*self.only}:
-            raise ValueError(f"--only {','.join(self.only)} has no launch sizes to time; use one of {', '.join(tuned)}")
         if (largest := max(self.budgets, default=0)) > self.tokens:
             raise ValueError(f"--budgets {largest} is more than the --tokens {self.tokens} of the prompt")
 
@@ -87,10 +82,6 @@ class Operations(Settings):
 
     def measure(self, operation: str, **cell: Any) -> Iterator[Fields]:
         return ({"operation": operation, **cell, **row} for row in self.chosen[operation].measure(**cell))
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        for each in self.chosen.values():
-            yield from each.trials()
 
     def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         notes = (f"{name} {format(row[name], form)}" for name, form in NOTES.items() if row.get(name) is not None)

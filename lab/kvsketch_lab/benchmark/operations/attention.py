@@ -9,10 +9,10 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import sys
-from collections.abc import Generator, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
@@ -24,10 +24,9 @@ from kvsketch.ops.codec import Codec, CodedSlots, encode, rotate
 from kvsketch.ops.common.device import device_traits
 from kvsketch.slots.codes import EXACT
 from kvsketch.slots.layout import Layout
-from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
 from kvsketch_lab.benchmark.operations.operation import Operation
-from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.runner import Fields, by_reference, relative_error, too_far
 
 if TYPE_CHECKING:
     from kvsketch.ops.weighted_attention.kernel import Plan
@@ -37,13 +36,6 @@ OURS = ("unweighted", "tied weights", "separate weights", "4 bits", "ragged head
 RIVALS = {"sdpa flash": SDPBackend.FLASH_ATTENTION, "sdpa cudnn": SDPBackend.CUDNN_ATTENTION}
 ON_A_CPU = {"sdpa flash": SDPBackend.FLASH_ATTENTION}
 L2_BYTES_OF_A_CPU = 1 << 20
-TILES = [  # slots, warps, stages
-    *itertools.product((32,), (2, 4), (3, 4, 5)),
-    *itertools.product((64,), (4, 8), (2, 3, 4)),
-    *itertools.product((128,), (4, 8), (2, 3)),
-]
-SPLIT_FACTORS = (0.25, 0.5, 0.75, 1.0, 1.5, 2.0, 3.0, 4.0)
-KEPT, SHORT = 3, {"replays": 8, "least_calls": 5, "graph_us": 500.0}
 
 
 @dataclass(frozen=True)
@@ -194,39 +186,6 @@ class Attention(Operation):
             how: Fields = {"plan": plan} if contender in OURS[:3] else {}
             for cache, used in states.items():
                 yield self.row(contender, used, bytes_read=read, cache=cache, input_sets=len(used), **how)
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        """Tile sizes, warps and stages with the default splits, then splits and overlap for the best few."""
-        from kvsketch.ops.weighted_attention import Arguments, kernel
-        from kvsketch.ops.weighted_attention.kernel import MAX_SPLITS, PROGRAMS_PER_MULTIPROCESSOR, Plan, best_splits
-
-        traits = device_traits(torch.device("cuda", torch.cuda.current_device()))
-        resident = traits.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
-        for cell in self.cells():
-            sets, (batch, slots) = self.input_sets(**cell), cell.values()
-            calls = [Arguments(each.q, each.k, each.v, each.log_num, each.log_den, SCALE) for each in sets]
-
-            def calls_of(plan: Plan, sets: list[Inputs] = sets, calls: list[Arguments] = calls) -> list[Call]:
-                out = kernel.weighted_attention(calls[0], plan).out
-                error = error_against_reference(sets[0], "separate weights", out)
-                if not error < TOLERANCE:
-                    raise RuntimeError(f"{plan} is wrong: relative error {error:.2e}")
-                return [partial(kernel.weighted_attention, call, plan) for call in calls]
-
-            def with_splits(plan: Plan, factor: float, overlap: bool, slots: int = slots) -> Plan:
-                splits = max(1, min(MAX_SPLITS, -(-slots // plan.block_n), round(plan.splits * factor)))
-                return dataclasses.replace(plan, splits=splits, overlap=overlap and splits > 1)
-
-            shapes = [
-                Plan(tile, best_splits(batch * KV_HEADS, -(-slots // tile), resident), warps, stages, traits.overlap)
-                for tile, warps, stages in TILES
-            ]
-            tried = dict.fromkeys([default_plan(batch, slots), *shapes])
-            setting = {"operation": self.name, **cell}
-            fastest = yield Trial(setting, tried, calls_of, SHORT)
-            changes = itertools.product(fastest[:KEPT], SPLIT_FACTORS, {traits.overlap, False})
-            near = dict.fromkeys(itertools.starmap(with_splits, changes))
-            yield Trial(setting, [plan for plan in near if plan not in tried], calls_of, SHORT)
 
 
 def default_plan(batch: int, slots: int) -> Plan:

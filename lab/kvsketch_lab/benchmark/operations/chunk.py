@@ -7,8 +7,8 @@ over itself, and over the slots. The rate counts the visible pairs.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Generator, Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -18,14 +18,10 @@ from kvsketch import ops
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
 from kvsketch_lab.benchmark.operations.operation import Operation
-from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, relative_error, too_far
+from kvsketch_lab.benchmark.runner import Fields, by_reference, relative_error, too_far
 
 TOLERANCE = 1e-2
 SHORT = {"replays": 10, "least_calls": 5}
-TILES = (  # queries, keys, warps, stages
-    (128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2),
-    (128, 32, 8, 3), (64, 64, 4, 3), (64, 128, 4, 2),
-)  # fmt: skip
 
 
 class Inputs(NamedTuple):
@@ -84,16 +80,3 @@ class Chunk(Operation):
         flops = 4 * HEAD_SIZE * QUERY_HEADS * (chunk * (chunk + 1) // 2 + chunk * slots)
         for name, call in contenders.items():
             yield self.row(name, [call], flops=flops, timing=SHORT)
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        from kvsketch.ops.chunk_attention import Arguments, kernel
-
-        chunk, slots = max(self.given.chunks), max(self.slots)
-        given = make_chunk(self.on, chunk, False, slots, self.seed)
-        call = Arguments(given.q, given.k, given.v, SCALE, given.past)
-        yield Trial(
-            {"operation": self.name, "contender": "separate weights", "chunk": chunk, "slots": slots},
-            [kernel.ChunkLaunch(*tile) for tile in TILES],
-            lambda launch: [functools.partial(kernel.chunk_attention, call, launch)],
-            SHORT,
-        )

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,19 +19,11 @@ from kvsketch import ops
 from kvsketch.ops.thin_linear import reference
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.operations.operation import Operation
-from kvsketch_lab.benchmark.runner import Fields, Trial, relative_error
+from kvsketch_lab.benchmark.runner import Fields, relative_error
 
 HIDDEN, INNER, QUERIES, KEYS, VOCABULARY = 4096, 14336, 4096, 1024, 128256
 COPIED_BYTES = 400e6  # several times what the second-level cache holds
 SHORT = {"replays": 10, "least_calls": 8}
-TILES = {  # rows, columns, warps, stages
-    1: [(4, 1024, 4, 0), (16, 512, 8, 0), (8, 512, 4, 0), (16, 512, 4, 3), (8, 1024, 4, 3), (8, 1024, 4, 4),
-        (4, 1024, 4, 4), (8, 512, 4, 5), (16, 512, 8, 4), (4, 1024, 2, 4)],
-    16: [(16, 512, 4, 3), (16, 512, 4, 4), (16, 256, 4, 6), (32, 256, 4, 3), (32, 256, 4, 4), (32, 256, 4, 5),
-         (32, 128, 4, 5), (32, 128, 4, 7), (64, 128, 4, 4), (64, 128, 4, 6), (16, 512, 2, 3), (16, 256, 2, 6)],
-    64: [(32, 128, 4, 4), (32, 128, 4, 5), (32, 128, 4, 6), (64, 128, 4, 4), (64, 64, 4, 5), (64, 64, 4, 7),
-         (64, 64, 8, 5), (128, 64, 8, 4), (128, 64, 4, 4)],
-}  # fmt: skip
 PRODUCTS: dict[str, list[tuple[int, int]]] = {  # shapes of the weights
     "queries, keys, values": [(QUERIES, HIDDEN), (KEYS, HIDDEN), (KEYS, HIDDEN)],
     "output": [(HIDDEN, QUERIES)],
@@ -48,15 +40,13 @@ def by_torch(product: str, x: Tensor, residual: Tensor | None, weights: list[Ten
     return results if residual is None else [residual + results[0]]
 
 
-def by_kernel(
-    product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor], tile: Any = None
-) -> list[Tensor]:
+def by_kernel(product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
     kernel = ops.kernel_for("thin_linear", x.device)
     if kernel is None:
         return by_torch(product, x, residual, weights)
     if product == "gate and up":
-        return [kernel.gated_linear(x, *weights, tile)]
-    return list(kernel.linears(x, weights, [None] * len(weights), residual, tile))
+        return [kernel.gated_linear(x, *weights)]
+    return list(kernel.linears(x, weights, [None] * len(weights), residual))
 
 
 @dataclass(frozen=True)
@@ -68,8 +58,8 @@ class Inputs:
     residual: Tensor | None
     copies: list[list[Tensor]]
 
-    def calls(self, call: Callable[..., Any], **options: Any) -> list[Call]:
-        return [functools.partial(call, self.product, self.x, self.residual, each, **options) for each in self.copies]
+    def calls(self, call: Callable[..., Any]) -> list[Call]:
+        return [functools.partial(call, self.product, self.x, self.residual, each) for each in self.copies]
 
     def errors(self) -> tuple[float, float]:
         """Relative distance of ours and of torch's to the product in fp32."""
@@ -106,16 +96,3 @@ class Linear(Operation):
         size = sum(weight.nbytes for weight in inputs.copies[0])
         for contender, call in (("ours", by_kernel), ("torch", by_torch)):
             yield self.row(contender, inputs.calls(call), bytes_read=size, timing=SHORT)
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        from kvsketch.ops.thin_linear.kernel import Tile
-
-        for cell in self.cells():
-            inputs, batch = self.inputs(**cell), cell["batch"]
-            tiles = [None, *(Tile(*sizes) for sizes in TILES[1 if batch == 1 else 16 if batch <= 16 else 64])]
-            calls_of = functools.partial(_with_tile, inputs)
-            yield Trial({"operation": self.name, **cell}, tiles, calls_of, SHORT)
-
-
-def _with_tile(inputs: Inputs, tile: Any) -> list[Call]:
-    return inputs.calls(by_kernel, tile=tile)

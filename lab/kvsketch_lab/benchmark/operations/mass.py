@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,12 +16,11 @@ from kvsketch import ops
 from kvsketch.ops import Noise
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE
 from kvsketch_lab.benchmark.operations.operation import Operation
-from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, differs, relative_error, too_far
+from kvsketch_lab.benchmark.runner import Fields, by_reference, differs, relative_error, too_far
 
 TOLERANCE = 5e-3
 NOISE = Noise(seed=0, layer=0)
 TARGETS = {"h2o, row sums given": 0.35, "keyformer": 0.90}
-TILES = ((128, 128, 8), (128, 64, 8), (64, 128, 4), (64, 64, 4), (128, 64, 4))
 
 
 @dataclass(frozen=True)
@@ -107,26 +106,3 @@ class Mass(Operation):
             call()
             extra, timing = self.on.extra_bytes(call), {"replays": 10, "least_calls": 2}
             yield self.row(name, [call], of="prefill", target=TARGETS.get(name), timing=timing, extra_bytes=extra)
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        from kvsketch.ops.attention_mass import Options, kernel
-        from kvsketch.ops.attention_mass.kernel import Launches, MassLaunch
-
-        inputs = self.inputs(self.tokens, self.tokens)
-        row_lse, into = inputs.row_sums(), torch.zeros(inputs.k.shape[:3], device=self.device)
-        launches = [MassLaunch(*size, *rest) for size in TILES for rest in itertools.product((2, 3), (None, 128))]
-        # With row sums given only the second pass runs; the noise has no such sums, so both passes use the launch.
-        for name, noise, lse in (
-            ("column pass", None, row_lse),
-            ("both passes", None, None),
-            ("both passes", NOISE, None),
-        ):
-            options = Options(into, seen=self.tokens, noise=noise, row_lse=lse)
-
-            def calls_of(launch: MassLaunch, options: Options = options) -> list[Callable[[], object]]:
-                sizes = Launches(launch, launch)
-                return [lambda: kernel.attention_mass(inputs.q, inputs.k, SCALE, options, sizes)]
-
-            contender = "keyformer" if noise else "h2o"
-            setting = {"operation": self.name, "contender": contender, "passes": name, "tokens": self.tokens}
-            yield Trial(setting, launches, calls_of, {"replays": 3, "least_calls": 1})

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cached_property, partial
 from typing import Any
@@ -20,10 +20,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import ClusterKV
 from kvsketch.ops.cluster_index import ClusterIndex
-from kvsketch_lab.benchmark.device import Call, Device
+from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, QUERY_HEADS, SCALE, make_keys
 from kvsketch_lab.benchmark.operations.operation import Operation
-from kvsketch_lab.benchmark.runner import Fields, Trial, by_reference, differs
+from kvsketch_lab.benchmark.runner import Fields, by_reference, differs
 
 SINKS, TAIL = 16, 320
 SHIPPED = ClusterKV()
@@ -31,10 +31,6 @@ SHIPPED = ClusterKV()
 CLUSTERINGS = ((80, 20), (80, 10), (80, 5), (20, 10), (20, 5), (SHIPPED.tokens_per_cluster, SHIPPED.rounds))
 TARGETS = {("kmeans", 80): 0.03, ("kmeans", 20): 0.08, ("selection", 80): 0.05, ("selection", 20): 0.10, "index": 0.05}
 TOLERANCE = 1e-2
-LAUNCHES = (  # of an assignment
-    (256, 64, 8, 3), (256, 64, 8, 2), (256, 128, 8, 2), (256, 128, 16, 3),
-    (128, 64, 4, 3), (128, 128, 8, 2), (128, 128, 4, 2), (128, 64, 8, 3),
-)  # fmt: skip
 
 
 def torch_kmeans(keys: Tensor, first: Tensor, rounds: int) -> Tensor:
@@ -252,45 +248,3 @@ class Recall(Operation):
         q = layer.query(self.seed)
         full = partial(F.scaled_dot_product_attention, q, layer.k, layer.v, scale=SCALE, enable_gqa=True)
         yield self.row("sdpa", [full], store="device")
-
-    def trials(self) -> Generator[Trial, list[Any], None]:
-        from kvsketch.ops.indexed_attention import Arguments, Extra, Spans
-        from kvsketch.ops.indexed_attention import kernel as attention
-        from kvsketch.ops.indexed_attention.kernel import MAX_PIECES, Plan
-        from kvsketch.ops.kmeans import Stream
-        from kvsketch.ops.kmeans import kernel as kmeans
-
-        few = {"replays": 5}
-        for clusters in (self.tokens // 80, self.tokens // 20):
-            # One assignment with its first centroids, which takes about as long in every launch.
-            call = partial(kmeans.kmeans, self.keys, clusters, None, None, 0, Stream(0, 0, 0))
-            launches = [kmeans.KMeansLaunch(*sizes) for sizes in LAUNCHES]
-            setting = {"operation": self.name, "part": "assignment", "clusters": clusters}
-            yield Trial(setting, launches, partial(_with_launch, [call]), few)
-        layer, overlap = self.layer(20, 1), torch.cuda.get_device_capability() >= (9, 0)
-        for budget, shared in itertools.product(self.budgets, (False, True)):
-            calls: list[Callable[..., object]] = []
-            for number in range(8):
-                each = layer.reading(budget, True, shared, self.seed + number)
-                spans = Spans(each.options["spans"], each.options["max_span"])
-                extra = Extra(*(each.options[f"extra_{name}"] for name in ("k", "v", "log_weight", "cut")))
-                given = Arguments(each.q, each.k, each.v, each.rows, SCALE, spans, extra)
-                calls.append(partial(attention.indexed_attention, given))
-            plans = []
-            # Programs of a plan read `share` tiles each.
-            for block, share, stages in itertools.product((32, 64, 128), (1, 2, 3, 4, 6), (2, 3, 4)):
-                lists, spanned, extras = (
-                    -(-part // (block * share)) for part in (budget, SINKS + TAIL, layer.clusters)
-                )
-                plans.append(Plan(block, lists, spanned, extras, 4, stages, overlap=overlap))
-            setting = {"operation": self.name, "part": "indexed_attention", "budget": budget, "shared": shared}
-            yield Trial(
-                setting,
-                [plan for plan in plans if plan.pieces <= MAX_PIECES],
-                partial(_with_launch, calls),
-                few,
-            )
-
-
-def _with_launch(calls: list[Callable[..., object]], launch: Any) -> list[Call]:
-    return [partial(call, launch) for call in calls]

@@ -112,7 +112,7 @@ def padded(rows: int) -> int:
 
 
 def tile_for(rows: int, outputs: int, device: Device) -> Tile:
-    """The best on an H200 by `bench operations --only linear --tune`; fewer stages where shared memory is smaller."""
+    """The best on an H200; fewer stages where shared memory is smaller."""
     tile = _best(rows, outputs, device.multiprocessors)
     while tile.stages > 2 and tile.shared_bytes(rows) > device.shared_bytes:
         tile = dataclasses.replace(tile, stages=tile.stages - 1)

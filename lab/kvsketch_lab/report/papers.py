@@ -1,6 +1,9 @@
-"""What a paper claims, which records answer it, and the verdict that follows from their numbers.
+"""The papers that the methods come from: every table, figure and number, and what the records here say of it.
 
-    Claim(
+templates/papers has a page for each of them. A line of it is a claim, the records that answer it, and the verdict that
+follows from their numbers:
+
+    p.row(
         "Table 2, 5k",                                            where the paper says it
         "k-center .86, H2O .66, sinks .56",                       what it says
         "longchat-7B, 200 lines, 65% of the cache",               in which setting
@@ -15,15 +18,16 @@ zero, the two are too close to tell apart. A claim without a rule says its verdi
 
 from __future__ import annotations
 
+import functools
 import math
 import operator
 import re
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from kvsketch_lab.records import Estimate, interval_text, mean_over_texts, text_of
-from kvsketch_lab.report.kinds import BIG, NOTHING, Data
+from kvsketch_lab.report.kinds import BIG, NOTHING, UNSEEN, Data
 
 HOLDS, FAILS, CLOSE = "holds", "does not hold", "too close to tell"
 OTHER, CANNOT, NO_NUMBER = "other conditions", "cannot be run here", "no number"
@@ -35,8 +39,20 @@ COMPARISON = re.compile(r"(.+?) (<|>|<=|>=) (?:([\d.]+) \* )?(.+)")
 COMPARE = {"<": operator.lt, ">": operator.gt, "<=": operator.le, ">=": operator.ge}
 
 
+PAPERS = {
+    "subgen": "SubGen and ClusterGen",
+    "balancekv": "BalanceKV",
+    "clusterkv": "ClusterKV",
+    "keyformer": "Keyformer",
+}
+
+
 class Measured(Protocol):
     """What knows the records: `docs.Numbers`."""
+
+    def fill(self, template: str, /, **values: Any) -> str: ...
+
+    def methods_of(self, kind: str) -> list[str]: ...
 
     def select(self, kind: str, /, **where: Any) -> list[Data]: ...
 
@@ -61,10 +77,36 @@ def ask(
     return Ask(kind, formula, form, unit, over, where)
 
 
-def answers(kind: str, method: str, budget: str, setting: str, /, form: str = ".2f", **where: Any) -> Ask:
+def answers(kind: str, method: str, budget: str, setting: str, form: str = ".2f", **where: Any) -> Ask:
     """A row of the report: a method at a budget in a setting, on the main model and asked in the usual way."""
     found = {"model": BIG, "variant": ""} | where
     return ask(kind, form=form, method=method, budget=budget, setting=setting, **found)
+
+
+def asks(kind: str, methods: Mapping[str, str], budget: str, setting: str, **where: Any) -> dict[str, Ask]:
+    """The same of several methods by name; the full cache has no budget."""
+    return {
+        name: answers(kind, method, "" if method == "full" else budget, setting, **where)
+        for name, method in methods.items()
+    }
+
+
+def by_budget(kind: str, name: str, method: str, budgets: Sequence[str], **where: Any) -> dict[str, Ask]:
+    """The same of one method at several budgets; `name` has a place for the budget."""
+    return {name.format(budget): answers(kind, method, budget, **where) for budget in budgets}
+
+
+def step(
+    method: str, shape: str, prompt: int, batch: int = 1, formula: str = "step_ms", over: Ask | None = None, **how: Any
+) -> Ask:
+    """A decode step, its milliseconds unless another formula is given."""
+    where = {"method": method, "shape": shape, "prompt": prompt, "batch": batch}
+    return ask("decode_all", f"{formula} if step_ms else none", over=over, **how, **where)
+
+
+def faster(method: str, shape: str, prompt: int, batch: int = 1, rival: str = "full", formula: str = "step_ms") -> Ask:
+    """How many times as long the rival takes."""
+    return step(rival, shape, prompt, batch, formula, step(method, shape, prompt, batch, formula), unit="x")
 
 
 def attended(formula: str, /, form: str = ".0%") -> Ask:
@@ -95,12 +137,11 @@ def value_of(numbers: Measured, wanted: Ask) -> Value | None:
 
 def _where(numbers: Measured, wanted: Ask) -> dict[str, Any]:
     """What is asked for, the method in every order of its parts that records have."""
-    others = {name: value for name, value in wanted.where.items() if name != "method"}
-    if len(others) == len(wanted.where):
-        return others
+    if "method" not in wanted.where:
+        return dict(wanted.where)
     parts = set(wanted.where["method"].split(":"))
-    known = {str(row.get("method")) for row in numbers.select(wanted.kind, **others)}
-    return others | {"method": [text for text in known if set(text.split(":")) == parts]}
+    known = [text for text in numbers.methods_of(wanted.kind) if set(text.split(":")) == parts]
+    return {**wanted.where, "method": known[0] if len(known) == 1 else known}
 
 
 @dataclass(frozen=True)
@@ -226,30 +267,43 @@ def _named(name: str, wanted: Ask, value: Value | None, common: int | None) -> s
     return f"{name} {interval_text(value.estimate, wanted.form)}{wanted.unit}{own}"
 
 
-def counted(lines: Iterable[Shown]) -> dict[str, int]:
-    """How many claims have each verdict."""
-    kinds = [line.kind for line in lines]
-    return {verdict: kinds.count(verdict) for verdict in VERDICTS}
+class Page:
+    """The page of a paper, line by line as its template asks for them."""
+
+    head = "| paper | its setting | ours | verdict |\n| --- | --- | --- | --- |"
+
+    def __init__(self, numbers: Measured, name: str) -> None:
+        self.numbers, self.name, self.title = numbers, name, PAPERS[name]
+        self.methods: tuple[str, ...] = ()  # ours, in the setting of the paper
+        self.claims: list[Claim] = []
+        self.commands: list[str] = []
+        self.counts = dict.fromkeys(VERDICTS, 0)  # how many claims have each verdict
+        names = {each.__name__: each for each in (ask, answers, asks, by_budget, attended, step, faster)}
+        self.text = numbers.fill(f"papers/{name}.jinja", p=self, unseen=UNSEEN, **names)
+
+    def setting(self, *methods: str) -> str:
+        self.methods = methods
+        return f"In the setting of the paper: {', '.join(f'`{method}`' for method in methods)}."
+
+    def row(self, at: str, says: str, setting: str, ours: Mapping[str, Ask] | None = None, **more: Any) -> str:
+        """The line of a claim, with links to its commands."""
+        claim = Claim(at, says, setting, ours or {}, **more)
+        line = shown(self.numbers, claim)
+        self.claims.append(claim)
+        self.counts[line.kind] += 1
+        self.commands += [each for each in line.commands if each not in self.commands]
+        links = ", ".join(f"[{self.commands.index(each) + 1}](#commands)" for each in line.commands)
+        cells = [each.replace("|", "\\|") or "-" for each in (line.says, line.setting, line.ours, line.verdict)]
+        cells[2] += f" {links}" if links else ""
+        return f"| {' | '.join(cells)} |"
 
 
-@dataclass(frozen=True)
-class Part:
-    """Claims under one heading, with what their settings have in common."""
-
-    title: str
-    claims: Sequence[Claim]
-    words: str = ""
+@functools.cache
+def page(numbers: Measured, name: str) -> Page:
+    """What the page of a paper shows."""
+    return Page(numbers, name)
 
 
-@dataclass(frozen=True)
-class Paper:
-    """A page."""
-
-    name: str
-    title: str
-    methods: Sequence[str]  # ours, in the setting of the paper
-    parts: Sequence[Part]
-
-    @property
-    def claims(self) -> list[Claim]:
-        return [claim for part in self.parts for claim in part.claims]
+def index(numbers: Measured) -> list[Page]:
+    """The pages of all papers."""
+    return [page(numbers, name) for name in PAPERS]
