@@ -16,7 +16,7 @@ BITS, SNAPKV = "full,full:bits=4,full:bits=2", "snapkv,snapkv:share=layer,snapkv
 # Methods of one process, and how the question comes.
 GROUPS = (
     (BITS, "unseen"), ("rehearse", "unseen"), ("rehearse:replay=exact", "unseen"), ("kvzip,kvzip:bits=4", "unseen"),
-    (SNAPKV, "unseen"), ("rehearse:replay=learned", "unseen"), ("rehearse:replay=sampled", "unseen"),
+    (SNAPKV, "unseen"), ("rehearse:replay=learned", "unseen"),
     ("expected", "unseen"), ("streamingllm", "unseen"), ("clusterkv", "unseen"), (f"{SNAPKV},streamingllm", "seen"),
 )  # fmt: skip
 NEEDLES = "niah_single_1,niah_single_2,niah_single_3,niah_multikey_1,niah_multivalue,niah_multiquery"

@@ -60,6 +60,28 @@ def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
     assert "0.00 [0.00, 0.00]" in sixteenth and "`snapkv`" in sixteenth and "`rehearse`" not in sixteenth
 
 
+def test_fewer_questions_have_the_full_caches_answers_to_these_beside() -> None:
+    asked = [record for record in answers() if record["data"]["method"] == "full" or "question=3" in str(record)]
+    line = next(row for row in evidence.tables(asked, docs.BIG, "Questions about documents").splitlines() if "rehe" in row)
+    assert "0.00 [0.00, 0.00] (8 questions, full 0.00)" in line
+
+
+def test_losses_are_of_telling_columns_and_the_same_questions() -> None:
+    """`rehearse` has all of b, c and d but for a quarter of b; `snapkv` too few questions of d, so too few columns."""
+    own = []
+    for task, wrong in (("b", 1), ("c", 0), ("d", 0), ("even", 4)):
+        for text in range(8):
+            for number in range(4):
+                facts = {"task": task, "expected": number % 2 if task == "even" else f"{text} {number}"}
+                full = float((number + text) % 2) if task == "even" else 1.0
+                own.append(made("leval", "full", "", text, number, score=full, **facts))
+                own.append(made("leval", "rehearse", "1/8", text, number, score=float(number >= wrong), **facts))
+                if task != "d" or text < 4:
+                    own.append(made("leval", "snapkv", "1/8", text, number, score=0.0, **facts))
+    rows = [line for line in evidence.losses(own, docs.BIG).splitlines() if "1/8" in line]
+    assert rows == ["| 1/8 | `rehearse` | 3 | +0.083 | +0.250 | b |"]
+
+
 def test_turns_and_alone_are_apart() -> None:
     talk = [
         made("leval", "full", "", text, n, task="tpo", score=1.0, turns=5, turn=n) for text in range(3) for n in (0, 1)

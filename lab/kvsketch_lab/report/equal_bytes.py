@@ -33,7 +33,9 @@ from kvsketch_lab.report.palette import looks, order
 SHARES = ("1/4", "1/8", "1/16", "1/32")
 FULL, OURS = "full", "rehearse"
 SEEDS = ("subgen", "kcenter", "balancekv", "clusterkv", "keyformer")  # of the papers that pages of their own show
-ASIDE = "replay=sampled"  # what costs more than another form and answers less is in the long tables alone
+MAPPED = "rehearse:replay=learned"
+# What costs more than another form and answers less, or was not chosen for any share, is in the long tables alone.
+ASIDE = ("replay=sampled", f"{MAPPED}:bits=3", f"{MAPPED}:value_bits=2")
 LOSSES = ("perplexity", "KL")  # tasks of which less is better
 SHORT_HEAD = "share of the full cache's bytes"
 SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
@@ -260,7 +262,7 @@ def _short_rows(own: Sequence[Cell], tasks: Sequence[str], seeds: bool) -> list[
         star = "*" if missing(cell, full.get(cell.task, cell)) else ""
         values[cell.method, cell.column, cell.task] = f"{cell.value.value:.2f}{star}"
     methods = {cell.method for cell in own if cell.method != FULL and is_seed(cell.method) == seeds}
-    methods -= {method for method in methods if ASIDE in method}
+    methods -= {method for method in methods if is_aside(method)}
     return [
         [blocks.Code(method), *(" / ".join(_known(values, method, share, tasks)) for share in SHARES)]
         for method in sorted(methods, key=lambda name: (not _is_ours(name), order(name)))
@@ -269,6 +271,33 @@ def _short_rows(own: Sequence[Cell], tasks: Sequence[str], seeds: bool) -> list[
 
 def is_seed(method: str) -> bool:
     return method.partition(":")[0] in SEEDS
+
+
+def is_aside(method: str) -> bool:
+    return any(form in method for form in ASIDE)
+
+
+def bit_table(tuned: Sequence[Cell], measured: Sequence[Cell], model: str) -> str:
+    """Forms of MAPPED with fewer bits: on the questions that chose among them, then on held-out ones.
+
+    Chosen is the form with the largest mean over tasks of the former, at each share.
+    """
+    tasks = [task for task in DRAWN if any(cell.task == task for cell in tuned)]
+    known = [{(c.budget, c.method, c.task): c.value.value for c in own if c.model == model} for own in (tuned, measured)]
+    rows = []
+    for share in SHARES:
+        means = {
+            method: mean([known[0][share, method, task] for task in tasks])
+            for method in sorted({cell.method for cell in tuned})
+            if all((share, method, task) in known[0] for task in tasks)
+        }
+        for method, average in sorted(means.items(), key=lambda item: -item[1]):
+            values = [part.get((share, method, task)) for part in known for task in tasks]
+            texts = ["" if value is None else f"{value:.2f}" for value in values]
+            chosen = "chosen" if average == max(means.values()) else ""
+            rows.append([share, blocks.Code(method.removeprefix(MAPPED).lstrip(":") or "bits=4"), *texts, chosen])
+    head = ["bytes", "bits", *(f"{task}, {of}" for of in ("tuned", "held out") for task in tasks), ""]
+    return blocks.table(head, rows) if rows else ""
 
 
 def short_note(measured: Sequence[Cell], model: str) -> str:
@@ -325,7 +354,7 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
 
     The many forms of the seeds' methods are in the tables alone.
     """
-    drawn = [c for c in measured if c.task in DRAWN and not is_seed(c.method) and ASIDE not in c.method]
+    drawn = [c for c in measured if c.task in DRAWN and not is_seed(c.method) and not is_aside(c.method)]
     own = [cell for cell in drawn if cell.model == model and cell.question == "unseen"]
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
     if not tasks:

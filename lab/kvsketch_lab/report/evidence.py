@@ -1,8 +1,8 @@
 """The tables of docs/evidence.md: real documents, conversations, long answers, turns, instructions, likelihoods.
 
-Every method holds the same share of the full cache's bytes, and the full cache stands above it. A column is not telling
-where the full cache is no better than an answer that is always the same: its interval reaches down to the share of the
-commonest right answer.
+Every method holds the same share of the full cache's bytes, and the full cache stands above it; a method that was asked
+fewer questions has the full cache's answers to these beside its own. A column is not telling where the full cache is no
+better than an answer that is always the same: its interval reaches down to the share of the commonest right answer.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from kvsketch_lab.report.palette import order
 FULL = "full"
 DIVERGENCES = ["KL", "KL, 99.9th percentile"]
 PERMILLE = 0.001  # of the tokens, beyond the 99.9th percentile
+LEAST_COLUMNS, WHOLE = 3, 0.9  # columns of a method in the table of losses, and the share of their questions
 
 
 DOCUMENTS, CONVERSATION, TURNS = "Questions about documents", "Questions about a conversation", "Many turns"
@@ -64,7 +65,6 @@ class Cell(NamedTuple):
     """What one method did in one column."""
 
     value: Estimate
-    questions: int
     chance: float  # the share of the commonest right answer
 
 
@@ -87,37 +87,78 @@ def models(records: Sequence[Record]) -> list[str]:
 
 def tables(records: Sequence[Record], model: str, part: str) -> str:
     """A table for each share of the bytes: a row for each method, a column for each task; empty without records."""
-    own = [record for record in shown(records) if model_name(record["data"]) == model and columns(record)[0] == part]
-    by: dict[str, dict[str, list[Record]]] = {}  # the records of each share and method
-    for record in own:
-        by.setdefault(str(record["data"]["budget"]), {}).setdefault(record["data"]["method"], []).append(record)
+    full, by = _by_share(records, model, [part])
+    return "\n\n".join(f"**{share} of the bytes**\n\n{_table(part, full, by[share])}" for share in by)
+
+
+def losses(records: Sequence[Record], model: str) -> str:
+    """A row for each share and method: what it loses against the full cache on the same questions.
+
+    Of all telling columns but likelihoods whose questions it was asked; LEAST_COLUMNS at least. Empty without any.
+    """
+    full, by = _by_share(records, model, [DOCUMENTS, CONVERSATION, TURNS, LONG_ANSWERS, INSTRUCTIONS, LONGER])
+    asked = {column: own for column, own in _by_column(full).items() if is_telling(cell(own))}
+    rows = []
+    for share, methods in by.items():
+        for method in sorted(methods, key=order):
+            own = _by_column(methods[method])
+            lost = {
+                column: cell(_same(asked[column], own[column])).value.value - cell(own[column]).value.value
+                for column in asked.keys() & own.keys()
+                if column != "all" and len(own[column]) >= WHOLE * len(asked[column])
+            }
+            if len(lost) >= LEAST_COLUMNS:
+                worst = max(sorted(lost), key=lambda column: lost[column])
+                numbers = [str(len(lost)), f"{mean(list(lost.values())):+.3f}", f"{lost[worst]:+.3f}", worst]
+                rows.append([share, blocks.Code(method), *numbers])
+    head = ["bytes", "method", "columns", "lost, mean", "lost, most", "where"]
+    return blocks.table(head, rows) if rows else ""
+
+
+def _by_share(
+    records: Sequence[Record], model: str, parts: Sequence[str]
+) -> tuple[list[Record], dict[str, dict[str, list[Record]]]]:
+    """Those of the full cache, and those of each share, the largest first, and method."""
+    by: dict[str, dict[str, list[Record]]] = {}
+    for record in shown(records):
+        if model_name(record["data"]) == model and columns(record)[0] in parts:
+            by.setdefault(str(record["data"]["budget"]), {}).setdefault(record["data"]["method"], []).append(record)
     full = by.pop("", {}).get(FULL, [])
-    shares = sorted(by, key=budget_value, reverse=True)
-    return "\n\n".join(f"**{share} of the bytes**\n\n{_table(part, full, by[share])}" for share in shares)
+    return full, {share: by[share] for share in sorted(by, key=budget_value, reverse=True)}
+
+
+def _same(full: Sequence[Record], others: Sequence[Record]) -> list[Record]:
+    """The full cache's answers to the questions of others."""
+    asked = {_question(record) for record in others}
+    return [record for record in full if _question(record) in asked]
+
+
+def _question(record: Record) -> tuple[object, ...]:
+    data = record["data"]
+    return record["kind"], record["seed"], data["sample"], data.get("text_sha256"), data.get("turns")
 
 
 def _table(part: str, full: Sequence[Record], others: dict[str, list[Record]]) -> str:
-    reference = _cells(full)
+    reference = _by_column(full)
     rows = {FULL: full} if full else {}
     rows |= {method: others[method] for method in sorted(others, key=order)}
-    cells = {method: _cells(own) for method, own in rows.items()}
-    tasks = sorted({task for own in cells.values() for task in own})
-    head = ["method", "bytes", *(_title(task, reference.get(task), part) for task in tasks)]
+    by = {method: _by_column(own) for method, own in rows.items()}
+    tasks = sorted({task for own in by.values() for task in own})
+    head = ["method", "bytes", *(_title(task, reference.get(task, []), part) for task in tasks)]
     lines = []
     for method, own in rows.items():
         held = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in own])
-        texts = [_text(cells[method].get(task), reference.get(task)) for task in tasks]
+        texts = [_text(by[method].get(task, []), reference.get(task, [])) for task in tasks]
         lines.append([blocks.Code(method), f"{held:.1%}", *texts, *(_divergences(own) if part == LIKELIHOOD else [])])
     return blocks.table([*head, *(DIVERGENCES if part == LIKELIHOOD else [])], lines)
 
 
-def _cells(records: Sequence[Record]) -> dict[str, Cell]:
-    """What one method did, by column."""
+def _by_column(records: Sequence[Record]) -> dict[str, list[Record]]:
     by: dict[str, list[Record]] = {}
     for record in records:
         for column in columns(record)[1]:
             by.setdefault(column, []).append(record)
-    return {column: cell(own) for column, own in by.items()}
+    return by
 
 
 def cell(records: Sequence[Record]) -> Cell:
@@ -129,7 +170,7 @@ def cell(records: Sequence[Record]) -> Cell:
         value = nested_mean(values, texts, [(record["data"]["task"],) for record in records])
     else:
         value = mean_over_texts(values, texts)
-    return Cell(value, len(records), _chance(records))
+    return Cell(value, _chance(records))
 
 
 def _chance(records: Sequence[Record]) -> float:
@@ -146,18 +187,22 @@ def is_telling(full: Cell) -> bool:
     return lowest > full.chance
 
 
-def _title(column: str, full: Cell | None, part: str) -> str:
-    if full is None:
+def _title(column: str, full: Sequence[Record], part: str) -> str:
+    if not full:
         return f"{column} (no full cache)"
-    flag = "" if part == LIKELIHOOD or is_telling(full) else f"; not telling, chance {full.chance:.2f}"
-    return f"{column} ({full.questions} questions{flag})"
+    reference = cell(full)
+    flag = "" if part == LIKELIHOOD or is_telling(reference) else f"; not telling, chance {reference.chance:.2f}"
+    return f"{column} ({len(full)} questions{flag})"
 
 
-def _text(own: Cell | None, full: Cell | None) -> str:
-    if own is None:
+def _text(own: Sequence[Record], full: Sequence[Record]) -> str:
+    if not own:
         return ""
-    fewer = f" of {own.questions}" if full is not None and own.questions != full.questions else ""
-    return f"{interval_text(own.value)}{fewer}"
+    same = _same(full, own)
+    if not full or len(same) == len(full):
+        return interval_text(cell(own).value)
+    beside = f", full {cell(same).value.value:.2f}" if same else ""
+    return f"{interval_text(cell(own).value)} ({len(own)} questions{beside})"
 
 
 def _divergences(records: Sequence[Record]) -> list[str]:
