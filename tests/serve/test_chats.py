@@ -41,7 +41,7 @@ def answered(model: Any, cache: Any, ids: tuple[int, ...], *spans: Span, most: i
     seen, said = cache.tokens_seen, []
     device = model.device
     logits = kvsketch.prefill(model, torch.tensor([ids[seen:]], device=device), cache)
-    cache.compact(spans, EIGHTH)
+    cache.compact(spans, EIGHTH, model, torch.tensor([ids], device=device))
     with torch.no_grad():
         for _ in range(most):
             said.append(int(logits.argmax()))

@@ -64,7 +64,9 @@ def _own_usage(answer: Answer) -> dict[str, Any]:
     if not any(ticket.request.compaction for ticket in tickets):
         return result
     held = sum(ticket.device_bytes or 0 for ticket in tickets)
-    return result | {"kvsketch": {"prefill_tokens": answer.prompt_tokens - answer.cached_tokens, "cache_bytes": held}}
+    repeated = sum(ticket.tokens_repeated for ticket in tickets)
+    read = answer.prompt_tokens - answer.cached_tokens
+    return result | {"kvsketch": {"prefill_tokens": read, "repeated_tokens": repeated, "cache_bytes": held}}
 
 
 class ChatForm:
