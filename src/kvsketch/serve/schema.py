@@ -26,6 +26,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (), "web_search_options": (), "min_tokens": (0,), "ignore_eos": (False,), "chat_template": (),
     "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
     "chat_template_kwargs": ({},), "response_format": ({"type": "text"},), "tools": ([],),
+    "continue_final_message": (False,), "add_generation_prompt": (True,),
 }  # fmt: skip
 TEXTS = ("text", "input_text", "output_text")
 NO_TEXT = {
