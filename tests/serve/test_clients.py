@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 import math
 import re
@@ -19,8 +20,13 @@ for package in ("starlette", "prometheus_client", "uvicorn"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
+from kvsketch.serve.forms import Piece, ResponseForm, Whole  # noqa: E402
+from kvsketch.serve.requests import Request, Ticket  # noqa: E402
+from kvsketch.serve.schema import ChatAsked  # noqa: E402
 from kvsketch.serve.server import Server, bind, model_name, start_service  # noqa: E402
-from kvsketch.serve.text import token_bytes, token_text  # noqa: E402
+from kvsketch.serve.service import Answer, Choice  # noqa: E402
+from kvsketch.serve.text import GrowingText, token_bytes, token_text  # noqa: E402
+from kvsketch.serve.tools import Call  # noqa: E402
 from tests.serve.test_server import call  # noqa: E402
 
 SHARED, APART = "h2o:budget=32:sinks=2:recent=8", "quest"
@@ -218,13 +224,83 @@ def test_responses_have_the_text_of_a_chat(client: Any) -> None:
     assert again.usage.input_tokens > 2 * len(ASK[0]["content"])
 
 
+def test_calls_and_their_results_are_read_as_those_of_a_chat(client: Any) -> None:
+    function = {"name": "depth", "description": "How deep.", "parameters": {"type": "object"}}
+    given = [("call_1", '{"of": "a"}'), ("call_2", '{"of": "b"}')]
+    calls = [{"id": id, "type": "function", "function": {"name": "depth", "arguments": each}} for id, each in given]
+    answers = [{"role": "tool", "tool_call_id": id, "content": f"{id} is deep"} for id, _ in given]
+    said = {"role": "assistant", "content": "Let me see."}
+    chat = client.chat.completions.create(
+        messages=[*ASK, {**said, "tool_calls": calls}, *answers], tools=[{"type": "function", "function": function}],
+        **FEW,
+    )  # fmt: skip
+    items = [{"type": "function_call", "call_id": id, "name": "depth", "arguments": each} for id, each in given]
+    results = [
+        {"type": "function_call_output", "call_id": id, "output": [{"type": "input_text", "text": f"{id} is deep"}]}
+        for id, _ in given
+    ]
+    options: Any = {
+        "model": "tiny",
+        "temperature": 0,
+        "max_output_tokens": 6,
+        "tools": [{"type": "function", **function}],
+    }
+    answer = client.responses.create(input=[*ASK, said, *items, *results], **options)
+    assert answer.output_text == chat.choices[0].message.content
+    assert answer.usage.input_tokens == chat.usage.prompt_tokens
+    assert (answer.tools[0].name, answer.tool_choice, answer.parallel_tool_calls) == ("depth", "auto", True)
+    none = client.responses.create(input=[*ASK, said, *items, *results], **options, tool_choice="none")
+    assert none.usage.input_tokens < answer.usage.input_tokens and none.tool_choice == "none"
+
+
+def events_of(form: ResponseForm, answer: Any, pieces: list[Piece]) -> list[Any]:
+    sent = "".join([*form.opening(answer), *(form.piece(answer, piece) for piece in pieces), *form.closing(answer)])
+    return [json.loads(line.removeprefix("data: ")) for line in sent.splitlines() if line.startswith("data: ")]
+
+
+def test_the_items_of_a_response_stand_in_the_order_in_which_they_came() -> None:
+    """A text, two calls and a text: a small model writes no such answer when it is asked to."""
+    asked = ChatAsked.model_validate({"model": "tiny", "messages": ASK})
+    request = Request((1, 2, 3), 9)
+    answer = Answer([Choice(0, Ticket(request), GrowingText(None))], 1, "tiny", "resp_1", 7, asked)
+    choice, calls = answer.choices[0], [Call("f", '{"a": 1}', 0), Call("g", "{}", 1)]
+    pieces = [
+        Piece(choice, "One"), Piece(choice, " two.", calls=calls[:1]), Piece(choice, "\n", calls=calls[1:]),
+        Piece(choice, "Three"), Piece(choice, ".", reason="tool_calls"),
+    ]  # fmt: skip
+    events = events_of(ResponseForm(), answer, pieces)
+    assert [event["sequence_number"] for event in events] == [*range(len(events))]
+    kinds = [event["type"].removeprefix("response.") for event in events]
+    text = ["output_text.delta"] * 2 + ["output_text.done", "content_part.done", "output_item.done"]
+    message = ["output_item.added", "content_part.added", *text]
+    call = ["output_item.added", *(f"function_call_arguments.{part}" for part in ("delta", "done")), "output_item.done"]
+    assert kinds == ["created", "in_progress", *message, *call, *call, *message, "completed"]
+    done = [event["item"] for event in events if event["type"] == "response.output_item.done"]
+    assert done == events[-1]["response"]["output"] and len({item["id"] for item in done}) == 4
+    assert [event["output_index"] for event in events if event["type"] == "response.output_item.done"] == [0, 1, 2, 3]
+    assert [item["type"] for item in done] == ["message", "function_call", "function_call", "message"]
+    assert [done[i]["content"][0]["text"] for i in (0, 3)] == ["One two.", "Three."]
+    assert [(item["call_id"], item["name"], item["arguments"]) for item in done[1:3]] == [
+        (each.id, each.name, each.arguments) for each in calls
+    ]
+    whole = Whole(choice)
+    for piece in pieces:
+        whole.put(piece)
+    assert json.loads(ResponseForm().whole(answer, [whole]))["output"] == done
+
+
 @pytest.mark.parametrize(
     ("change", "told"),
     [
         ({"previous_response_id": "resp_1"}, "previous_response_id=.* is not supported"),
-        ({"input": [{"type": "function_call_output", "output": "x"}]}, "input.0: items of type"),
+        ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: items of type 'item_reference' are not"),
+        ({"input": [{"type": "function_call_output"}]}, "input.0: .*'function_call_output' needs the field 'output'"),
+        ({"input": [{"type": "function_call", "name": "f"}]}, "input.0: .*needs the field 'arguments'"),
         ({"input": [{"role": "user", "content": [{"type": "input_image"}]}]}, "images are not understood"),
-        ({"tools": [{"type": "web_search"}]}, "tools=.* is not supported"),
+        ({"tools": [{"type": "web_search"}]}, "tools: type 'web_search' is not understood here, only function is"),
+        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools: .* needs the field 'name'"),
+        ({"tool_choice": "required"}, "tool_choice asks for a tool that is not among tools: none"),
+        ({"tool_choice": {"type": "function", "name": "f"}}, "a tool that is not among tools: none"),
         ({"text": {"format": {"type": "json_schema"}}}, "needs the field json_schema"),
     ],
 )

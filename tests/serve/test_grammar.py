@@ -104,6 +104,31 @@ def test_a_tool_that_is_demanded_is_called(client: Any) -> None:
     assert after.usage.prompt_tokens > none.usage.prompt_tokens > len("How deep is the basin?done")
 
 
+def test_a_response_calls_the_tool_that_is_demanded(client: Any) -> None:
+    tools = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    options: Any = {"model": "tiny", "max_output_tokens": 200, "temperature": 1.0, "tools": tools}
+    named = {"type": "function", "name": "paint"}
+    whole = client.responses.create(input="How deep?", tool_choice=named, extra_body={"seed": 5}, **options)
+    (call,) = whole.output
+    assert (call.type, call.name, call.status, whole.status) == ("function_call", "paint", "completed", "completed")
+    require_basin(call.arguments)
+    assert whole.tool_choice.name == "paint" and [tool.name for tool in whole.tools] == ["paint", "stop"]
+    with client.responses.stream(input="How deep?", tool_choice=named, extra_body={"seed": 5}, **options) as stream:
+        events = list(stream)
+        final = stream.get_final_response()
+    assert [event.type.removeprefix("response.") for event in events] == [
+        "created", "in_progress", "output_item.added", "function_call_arguments.delta", "function_call_arguments.done",
+        "output_item.done", "completed",
+    ]  # fmt: skip
+    assert (final.output[0].name, final.output[0].arguments) == (call.name, call.arguments)
+    result = {"type": "function_call_output", "call_id": call.call_id, "output": "done"}
+    asked: Any = [{"role": "user", "content": "How deep?"}, *whole.output, result]
+    after = client.responses.create(input=asked, **{**options, "max_output_tokens": 3, "temperature": 0})
+    assert after.output[0].type == "message" and after.usage.input_tokens > whole.usage.input_tokens
+    any_of = client.responses.create(input="How deep?", tool_choice="required", **options, extra_body={"seed": 1})
+    assert [item.type for item in any_of.output] == ["function_call"]
+
+
 def test_json_or_a_call(loaded: tuple[Any, Any]) -> None:
     """A format and tools together: the answer is one or the other."""
     tokenizer = loaded[1]

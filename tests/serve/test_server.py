@@ -216,6 +216,7 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
         ({"n": 5}, 400, "5 texts at once; this server has 3 places"),
         ({"top_logprobs": 2}, 400, "top_logprobs=2 needs logprobs=true"),
         ({"logit_bias": {"5": 9}}, 400, "logit_bias=.* is not supported; leave it out, or send {}"),
+        ({"continue_final_message": True}, 400, "continue_final_message=true is not supported; leave it out"),
         ({"tools": [{"type": "function"}]}, 400, "the field 'tools.0.function' is missing"),
         ({"tool_choice": "required"}, 400, "tool_choice asks for a tool that is not among tools: none"),
         ({"response_format": {"type": "json_schema"}}, 400, "needs the field json_schema"),

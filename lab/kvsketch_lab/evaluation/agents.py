@@ -1,6 +1,6 @@
 """A long run of an agent with tool results: full cache, spans compacted in place, and text compacted by a summary.
 
-    kvsketch eval agents --model qwen2.5-coder-1.5b --turns 100 --methods full,summary,rehearse:wait=compact:bits=16
+    kvsketch eval agents --model qwen2.5-coder-1.5b --turns 100 --budgets 1/4,1/8
 
 Every turn reads a file by a tool, and asks for a value of it, of an earlier one or of the system prompt
 (`agent_runs`). The transcript is matched by its tokens with what the cache has read, as `kvsketch serve` does.
@@ -11,7 +11,8 @@ Every turn reads a file by a tool, and asks for a value of it, of an earlier one
                 older turns, which takes their place, and what follows is read again
 
     right       share of answers that hold the value; by what they are about, and how long ago that was read
-    prefill     tokens that a turn reads, those for a summary included; bytes: of the cache after the turn's prompt
+    prefill     tokens that a turn reads, those for a summary and those that are repeated included; bytes: of the cache
+                after the turn's prompt
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
-from kvsketch.serve.chats import Chats
+from kvsketch.serve.chats import CHAT, Chats
 from kvsketch.serve.spans import finished_spans
 from kvsketch.serve.text import Template
 from kvsketch_lab.evaluation import agent_runs, runner
@@ -53,7 +54,7 @@ ASK = (
 @dataclass
 class AgentOptions(ExperimentOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
-    methods: str = methods_option("full,summary,rehearse:wait=compact:bits=16")
+    methods: str = methods_option(f"full,summary,{CHAT}")
     budgets: str = budgets_option("1/8")
     turns: int = option(100, "turns of a run", least=2)
     entries: int = option(3, "values in a file that a turn reads", least=1, most=len(agent_runs.WORDS))
@@ -140,7 +141,8 @@ class Agent:
         logits = prefill(self.model, torch.tensor([ids[known:]], device=device), cache)
         self.prefilled += len(ids) - known
         if self.shares:
-            cache.compact(finished_spans(self.template, messages, [agent_runs.TOOL]), self.shares)
+            spans, whole = finished_spans(self.template, messages, [agent_runs.TOOL]), torch.tensor([ids], device=device)
+            self.prefilled += cache.compact(spans, self.shares, self.model, whole)
         held = cache.device_bytes, cache.tokens_seen
         said: list[int] = []
         ends = {self.template.tokenizer.eos_token_id, *_listed(self.model.generation_config.eos_token_id)}

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from torch import Tensor
 
 from kvsketch.cache import rollback
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.methods.base import Method
+from kvsketch.cache.repetition import Repeating, say_again
 from kvsketch.methods.budget import Size
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.methods.rehearse.compacting import Stretch
+from kvsketch.methods.rehearse.compacting import Stretch, undecided
+from kvsketch.methods.replay import Piece
 from kvsketch.slots.tensors import plain
 
 
@@ -23,18 +26,57 @@ class Span(NamedTuple):
     end: int
 
 
-def compact(layers: Sequence[SlotLayer], method: Method, spans: Sequence[Span], shares: Mapping[str, str]) -> None:
-    """Rehearses the spans in all layers together."""
+def compact(
+    cache: Repeating, spans: Sequence[Span], shares: Mapping[str, str], model: Any = None, ids: Tensor | None = None
+) -> int:
+    """Rehearses the spans in all layers together; the number of tokens that the model has repeated for it."""
+    method, layers = cache.method, cache.slot_layers
     if not (isinstance(method, Rehearse) and method.told):
         raise ValueError(f"{method} compacts no spans; use rehearse:wait=compact")
     rollback.end_recording(layers)
     tables = [layer.table for layer in layers]
     stretches = stretches_of(spans, shares, tables[0].before, tables[0].seen)
-    if stretches:
-        with plain(), contextlib.ExitStack() as changes:
-            for layer in layers:
-                changes.enter_context(layer.changing())
-            method.compact(tables, stretches)
+    if method.repeats and any(stretch.size is not None for stretch in stretches):
+        return _repeated(cache, method, stretches, model, ids)
+    with plain(), changing(layers):
+        method.compact(tables, stretches)
+    return 0
+
+
+def _repeated(cache: Repeating, method: Rehearse, stretches: Sequence[Stretch], model: Any, ids: Tensor | None) -> int:
+    """The model repeats one stretch after the other, as long as it has positions behind the text."""
+    if model is None or ids is None:
+        raise ValueError(
+            f"{method} lets the model repeat the spans: cache.compact(spans, shares, model, input_ids), with all ids "
+            "of the text"
+        )
+    layers, tokens = cache.slot_layers, 0
+    tables = [layer.table for layer in layers]
+    while not tables[0].waits_for_codes:
+        with plain(), changing(layers):
+            rest = undecided(tables, stretches)
+        if not rest:
+            break
+        stretch = rest[0]
+        pieces = [
+            Piece(stretch.begin + piece.begin, piece.tokens)
+            for piece in method.pieces(stretch.end - stretch.begin, cache.chunk)
+        ]
+        if not say_again(cache, method, model, ids, pieces):
+            break
+        with plain(), changing(layers):
+            method.keep_stretches(tables, [stretch])
+        tokens += stretch.end - stretch.begin
+    return tokens
+
+
+@contextlib.contextmanager
+def changing(layers: Sequence[SlotLayer]) -> Iterator[None]:
+    """Marks a change of all layers; after an error they stay marked."""
+    with contextlib.ExitStack() as changes:
+        for layer in layers:
+            changes.enter_context(layer.changing())
+        yield
 
 
 def stretches_of(spans: Sequence[Span], shares: Mapping[str, str], before: int, seen: int) -> list[Stretch]:

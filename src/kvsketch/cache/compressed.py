@@ -225,18 +225,29 @@ class CompressedCache(Cache):
         """
         repetition.repeat(self, model, input_ids, instruction)
 
-    def compact(self, spans: Sequence[Span], shares: Mapping[str, str]) -> None:
+    def compact(
+        self,
+        spans: Sequence[Span],
+        shares: Mapping[str, str],
+        model: nn.Module | None = None,
+        input_ids: Tensor | None = None,
+    ) -> int:
         """Rehearses spans of the text where they lie, each to the share of its kind (`rehearse:wait=compact`).
 
-            cache.compact([Span("system", 0, 60), Span("tool", 75, 300)], {"tool": "1/8"})
+            cache.compact([Span("system", 0, 60), Span("tool", 75, 300)], {"tool": "1/8"}, model, input_ids)
 
         Decides about all tokens up to the end of the last span. Kinds without a share, and what lies between spans,
         stay as they are; so do spans that were decided before. Tokens behind may be compacted later, or taken back with
         `crop`. Positions do not change: the next turn reads its own tokens alone.
+
+        With `replay=exact` the model repeats the spans, of which the number of tokens is returned, and nothing but the
+        tokens themselves waits for that; `input_ids` [B, n] are those of the whole text. Spans for which it has no
+        positions left stay as they are. With `replay=virtual` some queries wait with each token, and both may be left
+        out.
         """
         self._require_own()
         interrupted.require_whole(self.layers, self._broken_off)
-        compaction.compact(self.slot_layers, self.method, spans, shares)
+        return compaction.compact(self, spans, shares, model, input_ids)
 
     @property
     def tokens_seen(self) -> int:

@@ -99,6 +99,25 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
         raise
 
 
+@torch.no_grad()
+def say_again(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]) -> bool:
+    """Lets the model repeat pieces of its text `ids` [B, n], the next that the method learns.
+
+    False, and nothing is said, where the model has no positions for that behind the text.
+    """
+    _require(cache, ids, cache.slot_layers[0].table.seen)
+    if not _has_positions(cache, model, pieces):
+        return False
+    ids = ids.to(model.device)
+    try:
+        for piece in pieces:
+            _say(cache, method, model, ids[:, :0], ids, piece)
+    except BaseException:
+        cache._break_off("a text that the model was repeating")
+        raise
+    return True
+
+
 def _say(cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
     """One forward of which nothing stays; the method learns the piece."""
     spoken = torch.cat([said, ids[:, max(0, piece.begin - BEFORE) : piece.end]], 1)
@@ -144,12 +163,20 @@ def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
 
 def _require_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int) -> None:
     """Raises ValueError where the model has no positions behind the text for what comes again."""
-    last = rotary.last_position(model.config)
-    said_again = (min(BEFORE, piece.begin) + piece.tokens for piece in pieces)
-    again = max(said_again, default=promise.BEFORE + promise.LENGTH)
-    if last is not None and cache.tokens_seen + said + again > last:
+    if not _has_positions(cache, model, pieces, said):
         raise ValueError(
-            f"{cache.method.name} lets the model repeat {again} tokens behind the {cache.tokens_seen} that it has "
-            f"read, and {model.config.model_type} has {last} positions; read a shorter text, use a chunk of fewer "
-            "tokens, or a method that repeats nothing, such as snapkv"
+            f"{cache.method.name} lets the model repeat {_longest(pieces)} tokens behind the {cache.tokens_seen} that "
+            f"it has read, and {model.config.model_type} has {rotary.last_position(model.config)} positions; read a "
+            "shorter text, use a chunk of fewer tokens, or a method that repeats nothing, such as snapkv"
         )
+
+
+def _has_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int = 0) -> bool:
+    last = rotary.last_position(model.config)
+    return last is None or cache.tokens_seen + said + _longest(pieces) <= last
+
+
+def _longest(pieces: Sequence[Piece]) -> int:
+    """The most tokens that the model says at a time."""
+    said_again = (min(BEFORE, piece.begin) + piece.tokens for piece in pieces)
+    return max(said_again, default=promise.BEFORE + promise.LENGTH)

@@ -219,8 +219,9 @@ class Queue:
             state.queries = self.empty(queries, room)
         elif state.room < self.count:
             state.queries = lengthened(state.queries, room)
-        at = table.seen_on_device() - (queries.shape[2] + table.settled)
-        ops.keep_queries(state.queries, queries, at, table.shape[1])
+        if state.queries.shape[1]:
+            at = table.seen_on_device() - (queries.shape[2] + table.settled)
+            ops.keep_queries(state.queries, queries, at, table.shape[1])
 
     def empty(self, queries: Tensor, room: int) -> Tensor:
         """Memory for what is kept of the queries [B, Hq, n, D] of `room` tokens."""
@@ -230,7 +231,7 @@ class Queue:
 
     def ahead(self, waiting: int) -> int:
         """New tokens that room is made for, beside those that wait."""
-        return room_ahead(self.method.most_waiting, self.table.settled, waiting)
+        return self.method.room_behind(self.table.settled, waiting)
 
     def make_room(self, room: int) -> None:
         """Gives heads their own sizes again, with all that they store and room for `room` tokens."""
@@ -291,6 +292,12 @@ class WaitingMethod(BudgetedMethod):
     def promises(self) -> bool:
         """Whether it keeps a promised loss in place of a budget (`cache.promise`)."""
         return False
+
+    def room_behind(self, settled: int, waiting: int = 0) -> int:
+        """New tokens that room is made for at a time."""
+        # Any number may wait for a compaction: as much as tables have that keep everything.
+        known = (settled + waiting,) if self.told else (settled, waiting)
+        return room_ahead(self.most_waiting, *known)
 
     def queue(self, table: SlotTable) -> Queue:
         """The tokens of a table that wait."""
@@ -362,7 +369,7 @@ class WaitingMethod(BudgetedMethod):
 
     def layouts(self, tables: Sequence[SlotTable], counts: Sequence[Tensor]) -> list[Layout]:
         """Where heads begin that keep `counts` [B, H] slots, with room for tokens that will wait."""
-        return layouts(tables, counts, room_ahead(self.most_waiting, tables[0].seen))
+        return layouts(tables, counts, self.room_behind(tables[0].seen))
 
     # the verbs of tables that wait
 
@@ -378,7 +385,7 @@ class WaitingMethod(BudgetedMethod):
             return
         room = queue.ahead(queue.count)
         state.queries = lengthened(state.queries, queue.count + room)
-        state.score = torch.zeros(table.shape, device=table.device)
+        state.score = None if self.told else torch.zeros(table.shape, device=table.device)
         capacity = torch.full(table.shape[:2], table.length + room + 1)
         every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
         table.keep(every, Layout.of(capacity, bool(table.bits), table.device))

@@ -13,7 +13,8 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.serve.caches import WatchedCache
 from kvsketch.serve.schedule import Run
 
-CHAT = "rehearse:wait=compact:bits=16"  # the method of their caches: exact but for what is compacted
+# The method of their caches: exact but for what is compacted, and nothing waits beside the tokens themselves.
+CHAT = "rehearse:wait=compact:replay=exact:bits=16"
 LEAST = 16  # tokens that a transcript shares with a cache, or it is another chat
 
 

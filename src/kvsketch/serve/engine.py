@@ -318,7 +318,9 @@ class BatchedEngine:
         run.chunks, run.token = None, run.draw.choose(logits, run.mode)
         ticket = run.ticket
         if (compaction := ticket.request.compaction) is not None:
-            run.cache.compact(compaction.spans, compaction.shares)
+            ids = torch.tensor([ticket.request.ids], device=self.device)
+            with turn_of(self.device):
+                ticket.tokens_repeated = run.cache.compact(compaction.spans, compaction.shares, self.model, ids)
             ticket.tokens_stored = run.cache.tokens_stored
         else:
             tables = [layer.table for layer in run.cache.slot_layers]

@@ -12,7 +12,8 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.completion_usage import PromptTokensDetails
 from openai.types.responses import Response
 
-from kvsketch.serve.requests import Likely
+from kvsketch.serve.requests import Likely, Ticket
+from kvsketch.serve.schema import Asked, Conversation
 from kvsketch.serve.service import Answer, Choice
 from kvsketch.serve.text import token_bytes, token_text
 from kvsketch.serve.tools import Call
@@ -38,8 +39,10 @@ class Whole:
     tokens: list[tuple[int, Likely]] = field(default_factory=list)
     calls: list[Call] = field(default_factory=list)
     reason: Any = None
+    pieces: list[Piece] = field(default_factory=list)
 
     def put(self, piece: Piece) -> None:
+        self.pieces.append(piece)
         self.text += piece.text
         self.tokens.extend(piece.tokens)
         self.calls.extend(piece.calls)
@@ -47,15 +50,23 @@ class Whole:
 
 
 def usage(answer: Answer) -> CompletionUsage:
-    prompt, tickets = answer.prompt_tokens, [choice.ticket for choice in answer.choices]
-    chat: dict[str, Any] = {}
-    if any(ticket.request.compaction for ticket in tickets):
-        held = sum(ticket.device_bytes or 0 for ticket in tickets)
-        chat = {"kvsketch": {"prefill_tokens": prompt - answer.cached_tokens, "cache_bytes": held}}
+    prompt = answer.prompt_tokens
     return CompletionUsage(
         prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), doubt=answer.doubt, **chat,
+        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), **_own_usage(answer),
     )  # type: ignore[call-arg]  # fmt: skip
+
+
+def _own_usage(answer: Answer) -> dict[str, Any]:
+    """What other servers do not tell."""
+    tickets: list[Ticket] = [choice.ticket for choice in answer.choices]
+    result: dict[str, Any] = {"doubt": answer.doubt}
+    if not any(ticket.request.compaction for ticket in tickets):
+        return result
+    held = sum(ticket.device_bytes or 0 for ticket in tickets)
+    repeated = sum(ticket.tokens_repeated for ticket in tickets)
+    read = answer.prompt_tokens - answer.cached_tokens
+    return result | {"kvsketch": {"prefill_tokens": read, "repeated_tokens": repeated, "cache_bytes": held}}
 
 
 class ChatForm:
@@ -175,55 +186,100 @@ class CompletionForm:
 
 
 class ResponseForm:
-    """Responses: one message with one text; a stream is a series of named events."""
+    """Responses: messages and calls as items, in the order in which they came; a stream is a series of named events."""
 
     def __init__(self) -> None:
-        self._text, self._number = "", 0
+        self._number = 0
+        self._items: list[dict[str, Any]] = []
 
     def whole(self, answer: Answer, texts: list[Whole]) -> str:
-        return _json(self._response(answer, texts[0].text, texts[0].reason))
+        for piece in texts[0].pieces:
+            self.piece(answer, piece)
+        return _json(self._response(answer, texts[0].reason))
 
     def opening(self, answer: Answer) -> list[str]:
         begun = self._response(answer)
-        return [
-            self._event("created", response=begun),
-            self._event("in_progress", response=begun),
-            self._event("output_item.added", output_index=0, item=self._item(answer)),
-            self._event("content_part.added", part=_part(""), **_place(answer)),
-        ]
+        return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
     def piece(self, answer: Answer, piece: Piece) -> str:
-        self._text += piece.text
-        result = self._event("output_text.delta", delta=piece.text, logprobs=[], **_place(answer)) if piece.text else ""
-        return result if piece.reason is None else result + self._end(answer, piece.reason)
+        events = [*self._text(answer, piece.text), *(event for call in piece.calls for event in self._call(call))]
+        if piece.reason is not None:
+            events += self._end(answer, piece.reason)
+        return "".join(events)
 
     def closing(self, answer: Answer) -> list[str]:
         return []
 
-    def _end(self, answer: Answer, reason: Any) -> str:
-        events = [
-            self._event("output_text.done", text=self._text, logprobs=[], **_place(answer)),
-            self._event("content_part.done", part=_part(self._text), **_place(answer)),
-            self._event("output_item.done", output_index=0, item=self._item(answer, self._text, reason)),
-            self._event(_status(reason), response=self._response(answer, self._text, reason)),
-        ]
-        return "".join(events)
+    @property
+    def _message(self) -> dict[str, Any] | None:
+        """The message that still grows."""
+        last = self._items[-1] if self._items else {}
+        return last if last.get("type") == "message" and last["status"] == "in_progress" else None
 
-    def _response(self, answer: Answer, text: str = "", reason: Any = None) -> Response:
+    def _text(self, answer: Answer, text: str) -> list[str]:
+        # Spaces behind a call are no text.
+        if not text or (self._items and self._message is None and not text.strip()):
+            return []
+        events = [] if self._message is not None else self._open_message(answer)
+        assert self._message is not None
+        self._message["content"][0]["text"] += text
+        return [*events, self._event("output_text.delta", delta=text, logprobs=[], **self._place(content_index=0))]
+
+    def _open_message(self, answer: Answer) -> list[str]:
+        number = f"_{len(self._items)}" if self._items else ""
+        item = {
+            "id": answer.id.replace("resp_", "msg_") + number, "type": "message", "role": "assistant",
+            "status": "in_progress", "content": [],
+        }  # fmt: skip
+        self._items.append(item)
+        events = [self._event("output_item.added", output_index=len(self._items) - 1, item=item)]
+        item["content"] = [{"type": "output_text", "text": "", "annotations": [], "logprobs": []}]
+        return [*events, self._event("content_part.added", part=item["content"][0], **self._place(content_index=0))]
+
+    def _close_message(self, status: str) -> list[str]:
+        if (item := self._message) is None:
+            return []
+        (part,), place = item["content"], self._place(content_index=0)
+        events = [
+            self._event("output_text.done", text=part["text"], logprobs=[], **place),
+            self._event("content_part.done", part=part, **place),
+        ]
+        item["status"] = status
+        return [*events, self._event("output_item.done", output_index=len(self._items) - 1, item=item)]
+
+    def _call(self, call: Call) -> list[str]:
+        """A call comes whole."""
+        events = self._close_message("completed")
+        item = {
+            "id": call.id.replace("call_", "fc_"), "type": "function_call", "status": "in_progress",
+            "call_id": call.id, "name": call.name, "arguments": "",
+        }  # fmt: skip
+        self._items.append(item)
+        place = self._place()
+        events += [
+            self._event("output_item.added", output_index=place["output_index"], item=item),
+            self._event("function_call_arguments.delta", delta=call.arguments, **place),
+            self._event("function_call_arguments.done", name=call.name, arguments=call.arguments, **place),
+        ]
+        item |= {"status": "completed", "arguments": call.arguments}
+        return [*events, self._event("output_item.done", output_index=place["output_index"], item=item)]
+
+    def _end(self, answer: Answer, reason: Any) -> list[str]:
+        events = [] if self._items else self._open_message(answer)
+        events += self._close_message(_status(reason))
+        return [*events, self._event(_status(reason), response=self._response(answer, reason))]
+
+    def _place(self, **more: Any) -> dict[str, Any]:
+        return {"item_id": self._items[-1]["id"], "output_index": len(self._items) - 1, **more}
+
+    def _response(self, answer: Answer, reason: Any = None) -> Response:
         why = {"reason": "max_output_tokens"} if reason == "length" else None
         return Response.model_validate({
             "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.model,
-            "status": _status(reason), "error": None, "incomplete_details": why, "parallel_tool_calls": False,
-            "tool_choice": "none", "tools": [], "output": [] if reason is None else [self._item(answer, text, reason)],
+            "status": _status(reason), "error": None, "incomplete_details": why, **_tools(answer.asked),
+            "output": [] if reason is None else self._items,
             "usage": None if reason is None else _response_usage(answer),
         })  # fmt: skip
-
-    def _item(self, answer: Answer, text: str = "", reason: Any = None) -> dict[str, Any]:
-        content = [] if reason is None else [_part(text)]
-        return {
-            "id": _item_id(answer), "type": "message", "role": "assistant", "status": _status(reason),
-            "content": content,
-        }  # fmt: skip
 
     def _event(self, kind: str, **fields: Any) -> str:
         name, self._number = f"response.{kind}", self._number + 1
@@ -235,20 +291,19 @@ class ResponseForm:
         return f"event: {name}\ndata: {data}\n\n"
 
 
+def _tools(asked: Asked) -> dict[str, Any]:
+    """The tools of a request, as responses repeat them."""
+    assert isinstance(asked, Conversation)
+    choice = asked.tool_choice or "auto"
+    return {
+        "tools": [{"type": "function", "strict": False, **tool.function.model_dump()} for tool in asked.tools or []],
+        "tool_choice": choice if isinstance(choice, str) else {"type": "function", "name": choice.function.name},
+        "parallel_tool_calls": asked.parallel_tool_calls is not False,
+    }
+
+
 def _status(reason: Any) -> str:
     return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
-
-
-def _part(text: str) -> dict[str, Any]:
-    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _item_id(answer: Answer) -> str:
-    return answer.id.replace("resp_", "msg_")
-
-
-def _place(answer: Answer) -> dict[str, Any]:
-    return {"item_id": _item_id(answer), "output_index": 0, "content_index": 0}
 
 
 def _response_usage(answer: Answer) -> dict[str, Any]:
@@ -256,7 +311,7 @@ def _response_usage(answer: Answer) -> dict[str, Any]:
         "input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens,
         "total_tokens": answer.prompt_tokens + answer.tokens,
         "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0}, "doubt": answer.doubt,
+        "output_tokens_details": {"reasoning_tokens": 0}, **_own_usage(answer),
     }  # fmt: skip
 
 

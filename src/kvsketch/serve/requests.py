@@ -168,6 +168,8 @@ class Ticket:
         """Those of them that are not read: of the document, or of earlier turns of a chat."""
         self.tokens_read = 0
         """Tokens of `ids` that have been read so far."""
+        self.tokens_repeated = 0
+        """Tokens of finished spans that the model has repeated before they became small."""
         self.tokens_stored: int | None = None
         """The most slots that a KV head of a compressed layer holds for this request; None before the first token."""
         self.device_bytes: int | None = None

@@ -10,7 +10,7 @@ import difflib
 import json
 import re
 from collections.abc import Iterable
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
@@ -26,6 +26,7 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (), "web_search_options": (), "min_tokens": (0,), "ignore_eos": (False,), "chat_template": (),
     "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
     "chat_template_kwargs": ({},), "response_format": ({"type": "text"},), "tools": ([],),
+    "continue_final_message": (False,), "add_generation_prompt": (True,),
 }  # fmt: skip
 TEXTS = ("text", "input_text", "output_text")
 NO_TEXT = {
@@ -222,25 +223,14 @@ class Asked(Lenient):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class ChatAsked(Asked):
-    messages: Annotated[list[Message], Field(min_length=1)]
-    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
-    document: str | None = None
-    kvsketch: Own | None = None
-    response_format: Format | None = None
+class Conversation(Asked):
+    """What endpoints with tools share."""
+
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
-
-    @property
-    def limit(self) -> int | None:
-        return self.max_completion_tokens or self.max_tokens
-
-    @property
-    def alternatives(self) -> int | None:
-        return (self.top_logprobs or 0) if self.logprobs else None
+    document: str | None = None
+    kvsketch: Own | None = None
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -256,11 +246,27 @@ class ChatAsked(Asked):
         return self.offered if self.tool_choice == "required" else []
 
     @model_validator(mode="after")
-    def _has_the_tool(self) -> ChatAsked:
+    def _has_the_tool(self) -> Self:
         if self.tool_choice not in (None, "none", "auto") and not self.demanded:
             names = ", ".join(tool.function.name for tool in self.tools or []) or "none"
             raise ValueError(f"tool_choice asks for a tool that is not among tools: {names}")
         return self
+
+
+class ChatAsked(Conversation):
+    messages: Annotated[list[Message], Field(min_length=1)]
+    max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
+    response_format: Format | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
+
+    @property
+    def limit(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    @property
+    def alternatives(self) -> int | None:
+        return (self.top_logprobs or 0) if self.logprobs else None
 
     @model_validator(mode="after")
     def _asks_for_logprobs(self) -> ChatAsked:
@@ -282,37 +288,76 @@ class TextSettings(Lenient):
 
 
 class InputItem(Message):
+    """A message, a call or the result of one, as the message of a chat that it stands for."""
+
     @model_validator(mode="before")
     @classmethod
-    def _is_a_message(cls, data: Any) -> Any:
+    def _as_of_chats(cls, data: Any) -> Any:
         kind = data.get("type", "message") if isinstance(data, dict) else "message"
+        if kind == "function_call":
+            function = {name: _needed(data, name, kind) for name in ("name", "arguments")}
+            return {"role": "assistant", "tool_calls": [{"function": function}]}
+        if kind == "function_call_output":
+            return {"role": "tool", "content": _needed(data, "output", kind)}
         if kind != "message":
-            raise ValueError(f"items of type {kind!r} are not understood here, only messages are")
+            raise ValueError(
+                f"items of type {kind!r} are not understood here, only message, function_call and function_call_output"
+            )
         return data
 
 
-class ResponseAsked(Asked):
-    """A conversation as the newer endpoint takes it; answers are texts."""
+def _needed(data: dict[str, Any], name: str, kind: str) -> Any:
+    if name not in data:
+        raise ValueError(f"type {kind!r} needs the field {name!r}")
+    return data[name]
+
+
+def _nested(value: Any) -> Any:
+    """A tool or its name as chats have it: the fields of a function one level deeper."""
+    if not isinstance(value, dict):
+        return value
+    if (kind := value.get("type")) != "function":
+        raise ValueError(f"type {kind!r} is not understood here, only function is")
+    _needed(value, "name", "function")
+    return {"type": "function", "function": {name: each for name, each in value.items() if name != "type"}}
+
+
+class ResponseAsked(Conversation):
+    """A conversation as the newer endpoint takes it."""
 
     input: Annotated[list[InputItem], Field(min_length=1)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     text: TextSettings | None = None
-    document: str | None = None
 
     @field_validator("input", mode="before")
     @classmethod
     def _as_messages(cls, value: Any) -> Any:
         return [{"role": "user", "content": value}] if isinstance(value, str) else value
 
+    @field_validator("tools", "tool_choice", mode="before")
+    @classmethod
+    def _as_of_chats(cls, value: Any) -> Any:
+        return [_nested(each) for each in value] if isinstance(value, list) else _nested(value)
+
     def chat(self) -> ChatAsked:
         """The same as a chat."""
-        rules = [Message(role="system", content=self.instructions)] if self.instructions else []
-        own = {name: getattr(self, name) for name in Asked.model_fields}
+        own = {name: getattr(self, name) for name in Conversation.model_fields}
         return ChatAsked.model_construct(**{
-            **own, "messages": [*rules, *self.input], "max_tokens": self.max_output_tokens, "n": 1,
-            "document": self.document, "response_format": None if self.text is None else self.text.format,
+            **own, "messages": self._messages(), "max_tokens": self.max_output_tokens, "n": 1,
+            "response_format": None if self.text is None else self.text.format,
         })  # fmt: skip
+
+    def _messages(self) -> list[Message]:
+        """Calls are items of their own here; in a chat they are a part of the message before."""
+        result = [Message(role="system", content=self.instructions)] if self.instructions else []
+        for item in self.input:
+            if item.tool_calls and not item.content and result and result[-1].role == "assistant":
+                calls = [*(result[-1].tool_calls or ()), *item.tool_calls]
+                result[-1] = result[-1].model_copy(update={"tool_calls": calls})
+            else:
+                result.append(item)
+        return result
 
 
 class CompletionAsked(Asked):

@@ -24,7 +24,6 @@ from kvsketch.methods.waiting import (
     newest,
     newest_slots,
     own_sinks,
-    room_ahead,
     settle_slots,
 )
 from kvsketch.slots.bytes import LayerShape
@@ -94,7 +93,7 @@ class Rehearse(WaitingMethod):
             self._set("loss", loss)
             self._require("loss", loss.share is not None, "a share such as 2%")
             self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
-        self._require("wait", not (self.told and self.repeats), "a number of tokens beside a repetition or a loss")
+        self._require("wait", not (self.told and self.promises), "a number of tokens beside a loss")
 
     # score: what the text would look at if it came again
 
@@ -166,14 +165,17 @@ class Rehearse(WaitingMethod):
             return
         count, behind = rest[-1].end - rest[0].begin, tables[0].seen - rest[-1].end
         lengths = [length for each in rest for length in equal_chunks(each.end - each.begin, self.chunk)]
-        waiting = []
         for table in tables:
-            queue = self.queue(table)
-            self.replayer.virtual(table, queue.kept_queries(count), lengths, behind)
-            waiting.append(queue.kept_bytes(count, behind))
-        self.keep_refitted(tables, chosen(tables, rest, self.sinks, self.share), behind)
+            self.replayer.virtual(table, self.queue(table).kept_queries(count), lengths, behind)
+        self.keep_stretches(tables, rest)
+
+    def keep_stretches(self, tables: Sequence[SlotTable], stretches: Sequence[Stretch]) -> None:
+        """Keeps the best of stretches that have scores: the first that wait, without gaps."""
+        count, behind = stretches[-1].end - stretches[0].begin, tables[0].seen - stretches[-1].end
+        waiting = [self.queue(table).kept_bytes(count, behind) for table in tables]
+        self.keep_refitted(tables, chosen(tables, stretches, self.sinks, self.share), behind)
         for table, queries in zip(tables, waiting, strict=True):
-            settle_behind(table, queries, room_ahead(self.most_waiting, table.seen))
+            settle_behind(table, queries, self.room_behind(table.seen))
 
     def _marks(self, table: SlotTable, keep: Tensor, behind: int) -> Tensor:  # [2, B H, P, C] bool
         """Which tokens of the chunks stay, and which are tokens of the row."""
@@ -247,6 +249,10 @@ class Rehearse(WaitingMethod):
     @property
     def told(self) -> bool:
         return self.wait == COMPACT
+
+    def kept_heads(self, heads: int, query_heads: int) -> int:
+        # A repetition has queries of its own.
+        return 0 if self.told and self.repeats else super().kept_heads(heads, query_heads)
 
     @property
     def continues(self) -> bool:

@@ -61,10 +61,13 @@ def settle_whole(table: SlotTable, end: int) -> None:
 
 
 def settle_behind(table: SlotTable, queries: Tensor, room: int) -> None:
-    """All tokens are decided but the last, whose `queries` [B, H m, behind, bytes] wait, with room for more."""
-    behind = queries.shape[2]
+    """All tokens are decided but the last, whose `queries` [B, H m, behind, bytes] wait, with room for more.
+
+    Scores were needed for the choice alone.
+    """
+    behind, state = queries.shape[2], table.state_of(Waiting)
     table.note(settled=table.seen - behind)
-    table.state_of(Waiting).queries = lengthened(queries, behind + room)
+    state.queries, state.score = lengthened(queries, behind + room), None
 
 
 def chosen(tables: Sequence[SlotTable], stretches: Sequence[Stretch], sinks: int, share: str) -> list[Tensor]:
