@@ -8,7 +8,7 @@ import numpy
 import pytest
 from scipy.stats import bootstrap
 
-from kvsketch_lab.records import mean_over_texts, mean_text, nested_mean, perplexity_deviation, text_of
+from kvsketch_lab.records import interval_text, mean_over_texts, nested_mean, perplexity_deviation, text_of
 
 
 def test_the_interval_is_scipys_where_every_text_has_one_question() -> None:
@@ -61,7 +61,7 @@ def test_a_mean_of_means_weighs_places_the_same() -> None:
 def test_edges() -> None:
     assert mean_over_texts([2.0, 2.0, 2.0], "abc") == (2.0, 2.0, 2.0)
     assert mean_over_texts([0.0, 1.0, 1.0, 0.0], "aabb") == (0.5, None, None), "two texts have no interval"
-    assert mean_text([], []) == "-" and mean_text([0.5], ["a"]) == "0.50"
+    assert interval_text(mean_over_texts([0.5], ["a"])) == "0.50"
     with pytest.raises(ValueError, match="at least one value"):
         mean_over_texts([], [])
 

@@ -15,25 +15,23 @@ import statistics
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import DynamicCache
 
-from kvsketch import models
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.environment import kernels_in_use
 from kvsketch.methods import parse_method
-from kvsketch.models import texts
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields, by_reference
+from kvsketch_lab.benchmark.runner import FAILED, Fields, by_reference
+from kvsketch_lab.benchmark.shapes import TextBenchmark
 from kvsketch_lab.options import option
 
 
 @dataclass
-class Cpu(Benchmark):
+class Cpu(TextBenchmark):
     name, kind, title = "cpu", "cpu", "A CPU, beside DynamicCache"
     columns = (
         "model | method | tokens:,d | threads | read s=read_s:.2f | times=read_ratio:.2f | step ms=step_ms:.1f | "
@@ -43,17 +41,14 @@ class Cpu(Benchmark):
     model: str = option("smollm2-135m", "short name, folder, .gguf file or hub name")
     methods: str = option("rehearse:budget=1/2,full:bits=4,snapkv:budget=25%", "text forms, comma-separated")
     tokens: tuple[int, ...] = option("600", "tokens of the text, comma-separated", least=64)
-    text: str = option("", "a text file; the longest speech of kvsketch.texts unless given")
     steps: int = option(16, "decode steps of a turn", least=2)
     repeats: int = option(3, "turns of each cache", least=1)
     threads: int = option(1, "threads of torch", least=1)
 
     @functools.cached_property
-    def loaded(self) -> tuple[Any, Tensor]:
+    def loaded(self) -> tuple[Any, Any, str]:
         torch.set_num_threads(self.threads)
-        model, tokenizer = models.load(self.model, device="cpu")
-        text = Path(self.text).read_text(encoding="utf-8") if self.text else texts.document()
-        return model, tokenizer(text, return_tensors="pt")["input_ids"]
+        return super().loaded
 
     def check_options(self) -> None:
         if self.device != "cpu":
@@ -64,9 +59,7 @@ class Cpu(Benchmark):
         return [{"model": self.model, "method": m, "tokens": n} for n in self.tokens for m in methods]
 
     def measure(self, model: str, method: str, tokens: int) -> Iterator[Fields]:
-        ids = self.loaded[1][:, :tokens]
-        if ids.shape[1] < tokens:
-            raise ValueError(f"the text has {ids.shape[1]} tokens; use a smaller --tokens")
+        ids = self.ids(tokens, "--tokens")
         row = {
             "model": model, "method": method, "tokens": tokens, "threads": self.threads, "repeats": self.repeats,
             "kernels": kernels_in_use(False).split(",")[0],

@@ -22,14 +22,13 @@ from typing import Any
 
 import torch
 
-from kvsketch import models
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import document_ids, question_inputs
 from kvsketch.methods import parse_method
-from kvsketch.models import texts
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
+from kvsketch_lab.benchmark.runner import FAILED, Fields
+from kvsketch_lab.benchmark.shapes import TextBenchmark
 from kvsketch_lab.options import option
 
 QUESTION = "What does the text say about energy? Answer in one sentence."
@@ -69,24 +68,15 @@ def timed(make: Callable[[], CompressedCache], asked: Asked, repeats: int) -> tu
 
 
 @dataclass
-class Document(Benchmark):
+class Document(TextBenchmark):
     name, kind, title = "document", "document", "Time to the first token of an answer about a document"
     columns = (
         "method | tokens:,d | cache | first token s=seconds:.2f | times faster=faster:,.0f | "
         "file MB=file_bytes/1e6:,.1f | cache MB=cache_bytes/1e6:,.1f"
     )
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
-    dtype: str = option("", "float32, bfloat16 or float16; the one that suits the device unless given")
-    model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
     methods: str = option("full,rehearse:budget=1/2,snapkv:budget=25%", "text forms, comma-separated")
     tokens: tuple[int, ...] = option("8192", "tokens of the document, comma-separated", least=64)
-    text: str = option("", "a text file; the longest speech of kvsketch.texts unless given")
     repeats: int = option(3, "questions asked of a stored document", least=1)
-
-    @functools.cached_property
-    def loaded(self) -> tuple[Any, Any, str]:
-        text = Path(self.text).read_text(encoding="utf-8") if self.text else texts.document()
-        return *models.load(self.model, dtype=self.dtype or None, device=self.device), text
 
     def cells(self) -> list[Fields]:
         methods = [text.strip() for text in self.methods.split(",")]

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch import models
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
-from kvsketch.models import texts
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch_lab.benchmark import runner
-from kvsketch_lab.benchmark.runner import Benchmark, Fields
+from kvsketch_lab.benchmark.runner import Fields
+from kvsketch_lab.benchmark.shapes import TextBenchmark
 from kvsketch_lab.options import option
 
 METHODS = "clusterkv,clusterkv:tokens_per_cluster=80:recluster_into=4:rounds=20:completion=false,quest"
@@ -57,11 +56,9 @@ def measure(model: Any, method: str, ids: Tensor, prompt: int) -> Fields:
 
 
 @dataclass
-class HitRate(Benchmark):
+class HitRate(TextBenchmark):
     name, kind, title = "hit-rate", "hit_rate", "Reads that found their token on the device"
     columns = "method | hit rate=hit_rate:.1% | copied:.1%"
-    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
-    model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
     prompt: int = option(8192, "tokens read before the hits are counted", least=32)
     steps: int = option(64, "tokens over which they are counted", least=2)
     share: int = option(32, "the budget is one in so many tokens of the prompt", least=2)
@@ -69,15 +66,6 @@ class HitRate(Benchmark):
     keep_steps: tuple[int, ...] = option(
         "1,2", "the device keeps what so many last steps read, comma-separated", least=1
     )
-
-    @functools.cached_property
-    def loaded(self) -> tuple[Any, Tensor]:
-        model, tokenizer = models.load(self.model, device=self.device)
-        needed = self.prompt + self.steps
-        ids = tokenizer(texts.document(), return_tensors="pt").input_ids[:, :needed].to(self.device)
-        if ids.shape[1] < needed:
-            raise ValueError(f"the text has {ids.shape[1]} tokens; use a smaller --prompt")
-        return model, ids
 
     def cells(self) -> list[Fields]:
         shared = {"model": self.model, "prompt": self.prompt, "steps": self.steps}
@@ -92,7 +80,8 @@ class HitRate(Benchmark):
         return result
 
     def measure(self, method: str, **shared: Any) -> Iterator[Fields]:
-        yield measure(*self.loaded[:1], method, self.loaded[1], self.prompt) | shared
+        ids = self.ids(self.prompt + self.steps, "--prompt")
+        yield measure(self.loaded[0], method, ids, self.prompt) | shared
 
 
 command = functools.partial(runner.command, HitRate)

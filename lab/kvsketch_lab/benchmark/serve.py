@@ -48,6 +48,7 @@ from kvsketch_lab.options import option
 
 QUESTION = 16  # tokens after the prompt
 CHECKED = ((50, 24), (70, 20), (131, 6), (2, 5))  # prompts and answers of the check
+DOCUMENT = 150  # tokens of its document
 JOINS = 8
 HELD = 6  # rows' worth of memory that stays free: the prompt, its copies while they join
 PATIENCE = 60.0  # seconds for anything
@@ -86,44 +87,30 @@ def quantile(values: list[float], share: float) -> float | None:
     return sorted(values)[min(len(values) - 1, int(share * len(values)))] if values else None
 
 
-def check_tokens(model: Any, method: str) -> str | None:
-    """What is wrong with the engine's answers."""
-    device = model.device.type
-    engine = BatchedEngine(model, method, rows=2, longest=256, chunk=32)
+def check_tokens(model: Any, method: str, shared: bool = False) -> str | None:
+    """What is wrong with the engine's answers; `shared`: to questions about one document that lies in the tables."""
+    device, vocabulary = Device(model.device.type), model.config.vocab_size
+    engine = BatchedEngine(model, method, rows=2, longest=512, chunk=32, documents=shared)
+    document: CompressedCache | None = None
+    if shared:
+        document = CompressedCache(model, method, prefill=engine.prefill, chunk=32)
+        prefill(model, make_prompt(DOCUMENT, device, len(CHECKED), vocabulary), document)
     try:
-        prompts = [
-            make_prompt(length, Device(device), i, model.config.vocab_size) for i, (length, _) in enumerate(CHECKED)
-        ]
+        prompts = [make_prompt(length, device, i, vocabulary) for i, (length, _) in enumerate(CHECKED)]
         pairs = list(zip(prompts, CHECKED, strict=True))
-        tickets = [engine.submit(Request(tuple(ids[0].tolist()), count)) for ids, (_, count) in pairs]
+        tickets = [engine.submit(Request(tuple(ids[0].tolist()), n, document=document)) for ids, (_, n) in pairs]
         for ticket, (ids, (length, count)) in zip(tickets, pairs, strict=True):
-            cache = CompressedCache(model, method, prefill=engine.prefill, chunk=32)
-            options = {"do_sample": False, "eos_token_id": model.config.vocab_size, "pad_token_id": 0}
-            expected = generate(model, ids, cache, max_new_tokens=count, **options)[0, length:].tolist()
+            if document is not None:
+                cache = document.continued()
+            else:
+                cache = CompressedCache(model, method, prefill=engine.prefill, chunk=32)
+            inputs = {"input_ids": ids, "attention_mask": ids.new_ones(1, length + DOCUMENT * shared)}
+            options = {"do_sample": False, "eos_token_id": vocabulary, "pad_token_id": 0}
+            expected = generate(model, inputs, cache, max_new_tokens=count, **options)[0, length:].tolist()
             if list(ticket) != expected:
-                return f"the answer to a prompt of {length} tokens is not that of kvsketch.generate"
-    finally:
-        engine.close(drain=False)
-    return None
-
-
-def check_shared(model: Any, method: str) -> str | None:
-    """What is wrong with answers beside a document that requests share."""
-    device = Device(model.device.type)
-    engine = BatchedEngine(model, method, rows=2, longest=512, chunk=32, documents=True)
-    document = CompressedCache(model, method, prefill=engine.prefill, chunk=32)
-    prefill(model, make_prompt(150, device, 0, model.config.vocab_size), document)
-    try:
-        asked = [make_prompt(9, device, 1 + i, model.config.vocab_size) for i in range(3)]
-        tickets = [engine.submit(Request(tuple(ids[0].tolist()), 20, document=document)) for ids in asked]
-        for ticket, ids in zip(tickets, asked, strict=True):
-            cache = document.continued()
-            inputs = {"input_ids": ids, "attention_mask": ids.new_ones(1, 150 + ids.shape[1])}
-            options = {"do_sample": False, "eos_token_id": model.config.vocab_size, "pad_token_id": 0}
-            expected = generate(model, inputs, cache, max_new_tokens=20, **options)[0, ids.shape[1] :].tolist()
-            if list(ticket) != expected:
-                return "an answer beside a shared document is not that of kvsketch.generate with document.continued()"
-        if engine.state().documents_laid != 1:
+                beside = " beside a shared document" if shared else ""
+                return f"the answer to a prompt of {length} tokens{beside} is not that of kvsketch.generate"
+        if shared and engine.state().documents_laid != 1:
             return f"one document lies in the tables {engine.state().documents_laid} times"
     finally:
         engine.close(drain=False)
@@ -167,11 +154,10 @@ class Serve(ShapeBenchmark):
         row["layers"] = self.built.config.num_hidden_layers
         row |= {"tail": self.tail} if self.tail else {}
         reason = alone(self.built, method) or check_tokens(self.checked, method)
-        reason = reason or (check_shared(self.checked, method) if self.tail else None)
+        reason = reason or (check_tokens(self.checked, method, shared=True) if self.tail else None)
         row["check_s"] = time.monotonic() - began
         try:
-            serve = self._serve_shared if self.tail else self._serve
-            row |= {FAILED: reason} if reason else serve(parse_method(method))
+            row |= {FAILED: reason} if reason else self._serve(parse_method(method))
         except runner.OutOfMemory:
             row[FAILED] = OUT_OF_MEMORY
         except Exception as error:  # the other methods go on
@@ -206,37 +192,33 @@ class Serve(ShapeBenchmark):
         document = CompressedCache(self.built, method, prefill=usual_prefill(self.built, method), chunk=self.chunk)
         prefill(self.built, self.tokens, document)
         began = time.monotonic()
-        rows = self._rows(method)
+        if self.tail:
+            rows, memory = self._shared_size(method, document)
+            own: dict[str, Any] = {"memory": memory, "documents": True}
+        else:
+            rows, own = self._rows(method), {"readers": 1 if method.keeps_all else 4}
         options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
-        engine = BatchedEngine(self.built, method, **options, readers=1 if method.keeps_all else 4)
+        engine = BatchedEngine(self.built, method, **options, **own)
         result: Fields = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
-        result["row_bytes"] = engine.bytes_per_row
+        result |= self._shared_bytes(engine, document) if self.tail else {"row_bytes": engine.bytes_per_row}
         try:
-            result["ttft_s"] = self._first_token(engine)
+            if not self.tail:
+                result["ttft_s"] = self._first_token(engine)
             result["join_ms"] = self._join_ms(engine, document)
-            return result | self._together(engine, document, rows) | {"peak_bytes": self.on.peak}
+            timed = self._filled(engine, document, rows)[0] if self.tail else self._together(engine, document, rows)
+            return result | timed | {"peak_bytes": self.on.peak}
         finally:
             engine.close(drain=False)
 
-    def _serve_shared(self, method: Method) -> Fields:
-        document = CompressedCache(self.built, method, prefill=usual_prefill(self.built, method), chunk=self.chunk)
-        prefill(self.built, self.tokens, document)
-        began = time.monotonic()
-        rows, memory = self._shared_size(method, document)
-        options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
-        engine = BatchedEngine(self.built, method, **options, memory=memory, documents=True)
+    def _shared_bytes(self, engine: BatchedEngine, document: CompressedCache) -> Fields:
         shared = engine._shared
         assert shared is not None
-        result: Fields = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
-        result["document_bytes"] = shared.bytes_per_slot * shared.document_slots(document)
         tail = shared.slots_for(self.question + self.new_tokens)
-        result["row_bytes"] = shared.bytes_per_slot * tail + shared.bytes_beside
-        result["device_bytes"] = shared.device_bytes
-        try:
-            result["join_ms"] = self._join_ms(engine, document)
-            return result | self._filled(engine, document, rows)[0] | {"peak_bytes": self.on.peak}
-        finally:
-            engine.close(drain=False)
+        return {
+            "document_bytes": shared.bytes_per_slot * shared.document_slots(document),
+            "row_bytes": shared.bytes_per_slot * tail + shared.bytes_beside,
+            "device_bytes": shared.device_bytes,
+        }
 
     def _shared_size(self, method: Method, document: CompressedCache) -> tuple[int, int]:
         """Rows that fit, and the bytes of tables for the document and a tail for each of them."""

@@ -9,17 +9,19 @@ import functools
 from abc import ABC
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch import prefill
+from kvsketch import models, prefill
 from kvsketch.cache import fitting, repetition
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import LEARNED, Rehearse
 from kvsketch.methods.waiting import WaitingMethod
+from kvsketch.models import texts
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.runner import Benchmark
 from kvsketch_lab.options import option
@@ -65,8 +67,6 @@ def build(name: str, layers: int | None = None, seed: int = 0, device: str = "cu
 
 
 def _checkpoint(name: str, layers: int | None, device: str) -> Any:
-    from kvsketch import models
-
     model: Any = models.load(name, dtype=Device(device).dtype, device=device)[0]
     if layers and layers < model.config.num_hidden_layers:
         if not hasattr(model.model, "layers"):
@@ -203,3 +203,28 @@ class CheckedBenchmark(ShapeBenchmark, ABC):
     def checked(self) -> Any:
         """The model of the check."""
         return self.build(min(self.check_layers, self.built.config.num_hidden_layers))
+
+
+@dataclass
+class TextBenchmark(Benchmark, ABC):
+    """A benchmark of methods on a real model and a real text; runs on any device."""
+
+    device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
+    dtype: str = option("", "float32, bfloat16 or float16; the one that suits the device unless given")
+    model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
+    methods: str = option("", "text forms, comma-separated")
+    text: str = option("", "a text file; the longest speech of kvsketch.texts unless given")
+
+    @functools.cached_property
+    def loaded(self) -> tuple[Any, Any, str]:
+        """The model, its tokenizer and the text."""
+        text = Path(self.text).read_text(encoding="utf-8") if self.text else texts.document()
+        return *models.load(self.model, dtype=self.dtype or None, device=self.device), text
+
+    def ids(self, tokens: int, asked: str) -> Tensor:  # [1, tokens]
+        """The beginning of the text; `asked`: the option that says how much of it."""
+        model, tokenizer, text = self.loaded
+        result: Tensor = tokenizer(text, return_tensors="pt")["input_ids"][:, :tokens].to(model.device)
+        if result.shape[1] < tokens:
+            raise ValueError(f"the text has {result.shape[1]} tokens; use a smaller {asked}")
+        return result

@@ -22,6 +22,7 @@ from kvsketch.methods.clusterkv import clusters
 from kvsketch.ops.hot_rows import HITS, READS
 from kvsketch.slots.table import SlotTable
 from kvsketch_lab.evaluation.attention_protocol import Captured, feed, new_table
+from kvsketch_lab.evaluation.concentration import attention
 
 
 class Choice(NamedTuple):
@@ -73,10 +74,7 @@ def recall(rows: Tensor, ranks: Tensor, budget: int) -> Tensor:  # [Hq, Q]
 
 def mass(rows: Tensor, layer: Captured, context: int, budget: int) -> tuple[Tensor, Tensor]:  # [Hq, Q] each
     """Share of the softmax over the context that rows [Hq, Q, M] hold, and that the `budget` best tokens hold."""
-    group = layer.queries.shape[1] // layer.keys.shape[1]
-    asked = layer.queries[0, :, context:].float()
-    keys = layer.keys[0, :, :context].float().repeat_interleave(group, 0)
-    weights = torch.softmax(layer.scale * asked @ keys.mT, -1)
+    weights = attention(layer, context)
     held = weights.gather(2, rows.clamp_min(0).long()) * (rows >= 0)
     return held.sum(-1), weights.topk(min(budget, context), dim=-1).values.sum(-1)
 

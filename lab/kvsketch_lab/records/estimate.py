@@ -102,11 +102,6 @@ def _estimate(value: float, drawn: Any, texts: int) -> Estimate:
     return Estimate(round(float(value), DIGITS), *edges)
 
 
-def mean_text(values: Sequence[float], texts: Iterable[Hashable], digits: int = 2) -> str:
-    """`0.86 [0.76, 0.94]`: the mean and its interval; a dash without values."""
-    return interval_text(mean_over_texts(values, texts), f".{digits}f") if len(values) else "-"
-
-
 def interval_text(estimate: Estimate, form: str = ".2f") -> str:
     """`0.86 [0.76, 0.94]`, or the value alone."""
     if estimate.low is None or estimate.high is None:

@@ -54,6 +54,8 @@ class Measured(Protocol):
 
     def methods_of(self, kind: str) -> list[str]: ...
 
+    def __hash__(self) -> int: ...
+
     def select(self, kind: str, /, **where: Any) -> list[Data]: ...
 
     def measurements(self, kind: str, formula: str, /, **where: Any) -> list[tuple[Any, Data]]: ...
@@ -100,7 +102,7 @@ def step(
     method: str, shape: str, prompt: int, batch: int = 1, formula: str = "step_ms", over: Ask | None = None, **how: Any
 ) -> Ask:
     """A decode step, its milliseconds unless another formula is given."""
-    where = {"method": method, "shape": shape, "prompt": prompt, "batch": batch}
+    where: dict[str, Any] = {"method": method, "shape": shape, "prompt": prompt, "batch": batch}
     return ask("decode_all", f"{formula} if step_ms else none", over=over, **how, **where)
 
 

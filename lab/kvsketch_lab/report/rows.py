@@ -5,9 +5,8 @@ An overall setting, such as all numbers of lines, combines others; it contains o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from kvsketch_lab.records import Estimate, mean_over_texts
@@ -26,6 +25,8 @@ class Observation(NamedTuple):
     budget: str
     value: float | None
     text: Hashable  # what the interval draws: the text asked about, or a query head
+    data: dict[str, Any]  # of its record
+    run: tuple[str, str]  # when its record was made, and by which command
     variant: str = ""  # another way to measure, such as budgets of equal bytes
     failed: str = ""
     tokens_stored: float | None = None
@@ -33,8 +34,6 @@ class Observation(NamedTuple):
     device_bytes: float | None = None
     host_bytes: float | None = None
     full_bytes: float | None = None
-    data: Mapping[str, Any] = MappingProxyType({})  # of its record
-    run: tuple[str, str] = ("", "")  # when its record was made, and by which command
 
 
 @dataclass(frozen=True)
