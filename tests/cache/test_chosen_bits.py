@@ -12,10 +12,11 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.cache import memory
-from kvsketch.decode import shared
+from kvsketch.cache import fitting, memory
 from kvsketch.integrations.vllm import settings
+from kvsketch.methods import parse_method
 from kvsketch.methods.bits import WORTH, dearest, note_rounding
+from kvsketch.methods.rehearse import Rehearse
 from kvsketch.slots.codes import FEW, MANY, FewBits, SlotCodes, coded
 from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
@@ -156,6 +157,31 @@ def test_crop_reorder_reset_and_a_continued_document() -> None:
         assert bits_of(cache.continued()) == bits_of(cache)
 
 
+def test_they_go_with_learned_maps_and_with_a_promise() -> None:
+    model, ids = loud(), zoo.tokens(1, 200)
+
+    def read(method: Any) -> CompressedCache:
+        cache = CompressedCache(model, method)
+        kvsketch.prefill(model, ids, cache)
+        return cache
+
+    maps = fitting.fit(read)
+
+    def learned(options: str) -> CompressedCache:
+        method = parse_method(f"rehearse:replay=learned:{options}")
+        assert isinstance(method, Rehearse)
+        return read(method.with_map(maps))
+
+    chosen, four = (learned(f"budget=1/2:bits={bits}") for bits in ("auto", "4"))
+    assert bits_of(chosen) == [(MANY if layer == LOUD else FEW, FEW) for layer in range(16)]
+    for own, other in zip(chosen.slot_layers, four.slot_layers, strict=True):
+        # Bits change nothing about which tokens stay.
+        assert own.table.index_slots().equal(other.table.index_slots())
+    promised = learned("bits=auto:loss=90%")
+    assert promised.promise is not None and "replay=learned" in promised.promise.kept
+    assert bits_of(promised)[LOUD] == (MANY, FEW) and told(model, promised, ids).isfinite().all()
+
+
 def test_large_common_parts_in_half_precision() -> None:
     model = loud(torch.bfloat16)
     with torch.no_grad():
@@ -186,6 +212,5 @@ def test_what_cannot_choose_says_so_in_one_line() -> None:
         with pytest.raises(ValueError, match=said) as error:
             CompressedCache(loud(), text)
         assert "\n" not in str(error.value)
-    assert "one request at a time" in shared.alone(loud(), "snapkv:bits=auto")
     with pytest.raises(ValueError, match="use bits=4 or bits=8"):
         settings.chosen_full({"kvsketch": "full:bits=auto"})

@@ -223,7 +223,7 @@ class Machine(RuleBasedStateMachine):
         """The table of a row after its method's work, and its model."""
         model = self.rows.pop(row)
         self.store.count_to(self.clock)
-        table = self.store.take(row, model.seen)
+        (table,) = self.store.take(row, model.seen)
         assert row not in self.store.rows
         index, whole = read(table)
         self._check(model, [(index[layer : layer + 1], whole[layer : layer + 1]) for layer in range(LAYERS)], 0, 0)

@@ -186,7 +186,7 @@ class RaggedInOurs(OnOneClock):
     def take(self, entry: int, request: Request) -> list[SlotTable] | None:
         self.rows.count_to(self.clock)
         assert (request.waiting == ROOM) == (entry in self.rows.due())
-        return [self.rows.take(entry, request.seen)]
+        return [*self.rows.take(entry, request.seen)]
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
         result = super().read(entry, request)

@@ -183,6 +183,7 @@ class CompressedCache(Cache):
             layer.reset()
             layer.method = self.method
             layer.table.note(bits=self.method.stored_bits)
+            making.follow_choice(layer.table, self.method)
         for number, native in self._empty.items():
             self.layers[number] = copy.deepcopy(native)
         self._last_updated, self._broken_off = len(self.layers), ""

@@ -18,7 +18,7 @@ from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import MANY, PLAIN, FewBits
 from kvsketch.slots.heads import require_one_device
 from kvsketch.slots.latent import ExactLatents
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.table import ExactTable, SlotTable
 
 
 def served_config(model: Any, method: Method) -> PretrainedConfig:
@@ -74,8 +74,15 @@ def compressed_layers(
     for rank, i in enumerate(compressed):
         table = kinds[0](i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
         layers[i] = kinds[1](table, method, config.model_type, forward, shared)
+        follow_choice(table, method)
     link(layers, shared)
     return layers
+
+
+def follow_choice(table: SlotTable, method: Method) -> None:
+    """Gives an empty table the bits that are chosen for all prompts, if any are."""
+    if method.chosen_keys:
+        table.choose_bits(method.chosen_keys[table.rank])
 
 
 def link(layers: Sequence[Any], shared: bool) -> None:

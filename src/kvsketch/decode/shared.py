@@ -31,16 +31,17 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.replay import sink_keys
 from kvsketch.slots import rows as table_rows
-from kvsketch.slots.codes import LEAST, PlainSlots
+from kvsketch.slots.codes import FEW, LEAST, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, Rows, slots_within
+from kvsketch.slots.rows import EqualRows, MixedRows, RaggedRows, RowNeeds, Rows, alike, slots_within
 from kvsketch.slots.table import BoundedTable, SlotTable
 from kvsketch.slots.tensors import plain
 
 LONGEST = 1 << 28  # tokens of a row: the clock starts there and has as many again before it is turned back
 # The largest head of a row that joins, in equal parts, where heads share a budget: kernels write a number per slot.
 MOST_OF_EQUAL = 4
+SAMPLED = 512  # tokens of the text that chooses the bits of all rows, at most
 # Rotary embeddings whose angles depend on the longest row of a batch.
 OF_THE_BATCH = ("dynamic", "longrope")
 
@@ -58,8 +59,6 @@ def alone(model: Any, method: str | Method) -> str:
     method = parse_method(method)
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
-    if method.stored_bits.auto:
-        return f"{method} is served one request at a time: each prompt chooses bits of its own"
     cache = CompressedCache(model, method)
     if isinstance(method, PeriodicMethod) and not cache.slot_layers[0].table.rotary:
         return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
@@ -76,6 +75,24 @@ def alone(model: Any, method: str | Method) -> str:
     if kinds & {*OF_THE_BATCH}:
         return f"{cache.model_name} rotates keys by angles that depend on the longest row of a batch"
     return ""
+
+
+def with_bits(model: Any, method: str | Method, sample: Tensor | None = None) -> Method:
+    """The method; where prompts would choose their bits (`bits=auto`), with those that a sample text [1, n] chooses.
+
+    Rows of one table have the same bits. Without a sample it is a text of random tokens.
+    """
+    method = parse_method(method)
+    if not method.stored_bits.auto or method.chosen_keys:
+        return method
+    if sample is None:
+        drawn = torch.Generator().manual_seed(SEED)
+        sample = torch.randint(model.get_input_embeddings().num_embeddings, (1, SAMPLED), generator=drawn)
+    # A method may let the model repeat it.
+    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2 * SAMPLED
+    cache = CompressedCache(model, method)
+    prefill(model, sample[:, : min(SAMPLED, positions // 2)].to(model.device), cache)
+    return method.with_keys([layer.table.stored_bits.keys or FEW for layer in cache.slot_layers])
 
 
 class RowFailed(Exception):
@@ -109,7 +126,7 @@ class SharedRows:
         """
         if reason := alone(model, method):
             raise ValueError(reason)
-        self.model, self.method, self.seed = model, parse_method(method), seed
+        self.model, self.method, self.seed = model, with_bits(model, method), seed
         self.longest = min(longest, LONGEST)
         self.memory, self.documents = memory, documents and self.method.ragged and self.method.continues
         self._slots_for: dict[int, int] = {}
@@ -168,7 +185,7 @@ class SharedRows:
             packed = [self._with_heads_of_their_own(table) for table in singles]
             needs = self.method.row_needs if isinstance(self.method, PeriodicMethod) else lambda table: RowNeeds()
             one = sum(singles[0].shape[1] * each for each in slots)
-            room = rows * one
+            room, self.documents = rows * one, self.documents and len(alike(packed)) == 1
             if self.memory is not None:
                 memory = self.memory - (rows * bytes_of_row(packed) if self.documents else 0)
                 room = min(room, max(one, slots_within(packed, rows, needs(singles[0]).room, memory)))
@@ -176,7 +193,11 @@ class SharedRows:
             if self.documents:
                 query_heads = self.model.config.get_text_config(decoder=True).num_attention_heads
                 return DocumentRows(packed, rows, room, clock, most, needs, query_heads), logits.shape[1]
-            return RaggedRows(packed, rows, room, clock, most, needs), logits.shape[1]
+
+            def store(own: Sequence[BoundedTable], part: float = 1) -> RaggedRows:
+                return RaggedRows(own, rows, int(room * part), clock, most, needs)
+
+            return store(packed) if len(alike(packed)) == 1 else MixedRows(packed, store), logits.shape[1]
         for table in singles:
             table.note(prompt_tokens=self.longest)
             self.method.bound(table, self.longest)
@@ -195,7 +216,7 @@ class SharedRows:
     @property
     def bytes_per_slot(self) -> int:
         """Bytes of a slot of the store; 0 where rows are equal."""
-        return self.store.slot_bytes // self.store.store.total if isinstance(self.store, RaggedRows) else 0
+        return self.store.bytes_per_slot
 
     @property
     def slots(self) -> int:
@@ -329,10 +350,10 @@ class SharedRows:
                 taken = self.store.take(row, self.seen - self.padding[row])
                 assert isinstance(self.method, PeriodicMethod)
                 try:
-                    self.method.catch_up([taken])
+                    self.method.catch_up(taken)
                 except Exception as error:
                     raise RowFailed(row, error) from error
-                self.store.put(row, [taken])
+                self.store.put(row, taken)
 
     def rewind(self) -> None:
         """Turns the clock back as far as the rows in use allow, and the longest that may still join."""

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.rotate_keys import whole_turns
-from kvsketch.slots.codes import FEW, MANY, SPARE, coded
+from kvsketch.slots.codes import FEW, MANY, MOST_MANY, coded
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetched
@@ -78,7 +78,7 @@ def settle_bits(tables: Sequence[SlotTable], slots: Sequence[Tensor] | None = No
 
 def dearest(costs: Sequence[float], counts: Sequence[float]) -> list[bool]:
     """Which layers get more bits, of those that cost so much and hold so many keys."""
-    result, left = [False] * len(costs), SPARE * sum(counts) * 2 * FEW / (MANY - FEW)
+    result, left = [False] * len(costs), MOST_MANY * sum(counts)
     for layer in sorted(range(len(costs)), key=lambda layer: -costs[layer] / max(counts[layer], 1.0)):
         if costs[layer] >= WORTH and counts[layer] <= left:
             result[layer], left = True, left - counts[layer]

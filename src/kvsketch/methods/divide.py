@@ -50,11 +50,11 @@ def winners(tables: Sequence[SlotTable], worth: list[Tensor], counts: list[Token
     everywhere = [of_all_heads(w, table, NEG_INF) for w, table in zip(worth, tables, strict=True)]
     if share == LAYER:
         best = [best_of([w], w.shape[1] * count)[0] for w, count in zip(everywhere, counts, strict=True)]
-    elif tables[0].stacked:
-        one = everywhere[0].flatten(0, 1).unsqueeze(0)
-        best = [best_of([one], one.shape[1] * counts[0])[0].view(everywhere[0].shape)]
     else:
-        best = best_of(everywhere, sum(w.shape[1] for w in everywhere) * counts[0])
+        # Rows of a stacked table are layers of one request.
+        of_row = [w.flatten(0, 1).unsqueeze(0) if tables[0].stacked else w for w in everywhere]
+        best = best_of(of_row, sum(w.shape[1] for w in of_row) * counts[0])
+        best = [part.view(w.shape) for part, w in zip(best, everywhere, strict=True)]
     return [
         part[:, own_heads(table), : w.shape[2]] for part, table, w in zip(best, tables, worth, strict=True)
     ]  # fmt: skip

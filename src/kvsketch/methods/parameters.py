@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, Self
 
 from kvsketch.slots.codes import AUTO, BITS, FEW, PLAIN, FewBits
 
@@ -37,6 +38,7 @@ class Parameters:
     """Base of `Method`: its fields, what they may be, and how they are written."""
 
     name: ClassVar[str]
+    chosen_keys: ClassVar[tuple[int, ...]] = ()  # bits of the keys of each layer, chosen for all prompts together
 
     bits: int | str = option(PLAIN, BITS_MEANING, kw_only=True)
     key_bits: int | str | None = option(None, "bits of a key, where they differ", kw_only=True)
@@ -61,6 +63,12 @@ class Parameters:
         keys = self.bits if self.key_bits is None else self.key_bits
         values = self.bits if self.value_bits is None else self.value_bits
         return FewBits(AUTO if keys == BY_PROMPT else int(keys), FEW if values == BY_PROMPT else int(values))
+
+    def with_keys(self, bits: Sequence[int]) -> Self:
+        """The method of `bits=auto` with these bits for the keys of each layer: no prompt chooses any more."""
+        result = copy.copy(self)
+        result._set("chosen_keys", tuple(bits))
+        return result
 
     @classmethod
     def options(cls) -> list[Option]:

@@ -37,7 +37,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
-from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone
+from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone, with_bits
 from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -119,6 +119,8 @@ class BatchedEngine:
             "documents": documents,
         }  # fmt: skip
         self.alone = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
+        if not self.alone:
+            self.method = with_bits(model, self.method)
         self.rows, self.device = rows, torch.device(model.device)
         self.longest = longest if self.alone else min(longest, LONGEST)
         self._vocabulary = model.get_output_embeddings().weight.shape[0]

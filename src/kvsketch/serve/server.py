@@ -14,15 +14,17 @@ from typing import Any
 import psutil
 import torch
 import uvicorn
+from torch import Tensor
 
 from kvsketch import models
-from kvsketch.decode.shared import SharedRows, alone
+from kvsketch.decode.shared import SharedRows, alone, with_bits
 from kvsketch.defaults import CHUNK, METHOD, SHORT
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
+from kvsketch.serve.engine import __doc__ as engine_text
 from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
@@ -54,12 +56,14 @@ def start_service(
     `whole_below`: documents of fewer tokens that name no method are kept whole.
     `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     """
-    parsed = parse_method(method)
+    asked = parse_method(method)
+    parsed = asked if rows == 1 or alone(model, asked) else with_bits(model, asked, _sample(tokenizer, asked))
     longest = longest_context(model, parsed, memory)
     fitting, held = rows, None
     if rows is None or (rows > 1 and parsed.ragged and memory is not None):
         fitting, held = _rows_that_fit(model, parsed, longest, memory)
     wanted = rows or fitting or 1
+    parsed = asked if wanted == 1 else parsed
     usual = usual_prefill(model, parsed) if wanted > 1 else "exact"
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
@@ -100,6 +104,11 @@ def model_name(spec: str) -> str:
     if not path.exists():
         return spec
     return path.stem if path.is_file() else path.resolve().name
+
+
+def _sample(tokenizer: Any, method: Method) -> Tensor | None:  # [1, n]
+    """A text that is always at hand, to choose the bits of all rows where the method chooses any."""
+    return tokenizer(engine_text, return_tensors="pt")["input_ids"] if method.stored_bits.auto and engine_text else None
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:

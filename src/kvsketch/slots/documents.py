@@ -146,9 +146,9 @@ class DocumentRows(RaggedRows):
 
     # rows
 
-    def take(self, row: int, seen: int) -> BoundedTable:
+    def take(self, row: int, seen: int) -> list[BoundedTable]:
         taken, laid = super().take(row, seen), self.read_by.get(row)
-        return taken if laid is None else replace(taken, document=laid.text)
+        return taken if laid is None else [replace(table, document=laid.text) for table in taken]
 
     def move(self, source: int, row: int) -> None:
         laid = self.read_by.get(source)

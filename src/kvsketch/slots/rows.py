@@ -18,20 +18,23 @@ Legend: L layers, H KV heads.
 
 from __future__ import annotations
 
+import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
+from kvsketch.slots.codes import MOST_MANY
 from kvsketch.slots.state import ROW, TableState
-from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, row_parts, slot_parts
+from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, kind_of, row_parts, slot_parts
 from kvsketch.slots.table import BoundedTable, SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
 NEVER = 1 << 62
+T = TypeVar("T", bound=SlotTable)
 
 
 class RowNeeds(NamedTuple):
@@ -66,6 +69,7 @@ class Rows(ABC):
     tables: list[BoundedTable]  # of all rows
     slots = 0  # that rows of different sizes divide among them
     slot_bytes = 0  # of these
+    bytes_per_slot = 0  # of one, the mean where layers differ
 
     def _begin(self, tables: list[BoundedTable], rows: int, clock: int) -> None:
         """Puts tables on the clock, which shows at first what the longest row that will join may have seen."""
@@ -151,10 +155,9 @@ class Rows(ABC):
         """Rows that must be taken out for their method's periodic work before the next step."""
         return []
 
-    def take(self, row: int, seen: int) -> BoundedTable:
-        """Takes a row of `seen` tokens that is due out: a table of equal heads with a batch row for each layer.
-
-        Asks the device.
+    def take(self, row: int, seen: int) -> list[BoundedTable]:
+        """Takes a row of `seen` tokens that is due out: tables of equal heads with a batch row for each layer, those of
+        one format in one table. Asks the device.
         """
         raise NotImplementedError("no row of equal heads is ever due")
 
@@ -226,6 +229,7 @@ class RaggedRows(Rows):
         states = [each.state.for_rows(rows, room) for each in singles]
         tables = [self._table(layer, rows, state) for layer, state in enumerate(states)]
         self.slot_bytes = sum(part.nbytes for part in flat.values())
+        self.bytes_per_slot = self.slot_bytes // total
         self._begin(tables, rows, clock)
 
     def _table(self, layer: int, rows: int, state: TableState) -> BoundedTable:
@@ -296,7 +300,7 @@ class RaggedRows(Rows):
         self.store.own["capacity"][:, row] = capacity
         self.changes += 1
 
-    def take(self, row: int, seen: int) -> BoundedTable:
+    def take(self, row: int, seen: int) -> list[BoundedTable]:
         stretch, own = self.rows.pop(row), self.store.own
         states = [table.state.of_row(row, seen - stretch.settled) for table in self.tables]
         # A row with periodic work only writes behind its slots, so they stay in the order of the text.
@@ -306,7 +310,7 @@ class RaggedRows(Rows):
         )  # fmt: skip
         taken.unpack()
         taken.index -= (self.tables[0].seen - seen) * (taken.index >= 0)
-        return taken
+        return [taken]
 
     def move(self, source: int, row: int) -> None:
         for part in self.store.own.values():
@@ -368,9 +372,85 @@ class RaggedRows(Rows):
         self.store.own["start"][:, row] += by
 
 
+class MixedRows(Rows):
+    """Rows whose layers differ in the format of their slots, such as bits of keys: a store for the layers of each.
+
+    Each has slots by the number of its layers, and `MOST_MANY` of all at least: so many may belong to a single layer.
+
+    make: the store of layers of one format, whose tables of one row these are, and its part of all slots.
+    """
+
+    def __init__(
+        self, singles: Sequence[BoundedTable], make: Callable[[Sequence[BoundedTable], float], RaggedRows]
+    ) -> None:
+        self.layers = alike(singles)
+        parts = [max(MOST_MANY, len(own) / len(singles)) for own in self.layers]
+        self.stores = [make(own, part / sum(parts)) for own, part in zip(self._by_store(singles), parts, strict=True)]
+        self.tables = self._by_layer([store.tables for store in self.stores])
+        self.slots = sum(store.slots for store in self.stores)
+        self.slot_bytes = sum(store.slot_bytes for store in self.stores)
+        self.bytes_per_slot = self.slot_bytes // sum(store.store.total for store in self.stores)
+
+    def _by_store(self, tables: Sequence[T]) -> list[list[T]]:
+        """The tables of each store, of those of all layers or of a row that was taken out."""
+        if tables and tables[0].stacked:
+            return [[table] for table in tables]
+        return [[tables[layer] for layer in own] for own in self.layers]
+
+    def _by_layer(self, tables: Sequence[Sequence[BoundedTable]]) -> list[BoundedTable]:
+        order, each = itertools.chain(*self.layers), itertools.chain(*tables)
+        return [table for _, table in sorted(zip(order, each, strict=True), key=lambda pair: pair[0])]
+
+    def first(self, rows: int) -> list[BoundedTable]:
+        return self._by_layer([store.first(rows) for store in self.stores])
+
+    def misfit(self, singles: Sequence[SlotTable]) -> str:
+        reasons = (store.misfit(own) for store, own in zip(self.stores, self._by_store(singles), strict=True))
+        return next(filter(None, reasons), "")
+
+    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
+        for store, own in zip(self.stores, self._by_store(singles), strict=True):
+            store.put(row, own)
+
+    def move(self, source: int, row: int) -> None:
+        for store in self.stores:
+            store.move(source, row)
+
+    def retire(self, row: int) -> None:
+        for store in self.stores:
+            store.retire(row)
+
+    def rewind(self, count: int) -> None:
+        for store in self.stores:
+            store.rewind(count)
+
+    def release(self) -> None:
+        self.tables = []
+        for store in self.stores:
+            store.release()
+
+    def due(self) -> list[int]:
+        return self.stores[0].due()
+
+    def take(self, row: int, seen: int) -> list[BoundedTable]:
+        return [table for store in self.stores for table in store.take(row, seen)]
+
+    def before_step(self, tables: Sequence[BoundedTable]) -> None:
+        for store, own in zip(self.stores, self._by_store(tables), strict=True):
+            store.before_step(own)
+
+
+def alike(singles: Sequence[BoundedTable]) -> list[list[int]]:
+    """Layers by the format of their slots."""
+    result: dict[str, list[int]] = {}
+    for layer, single in enumerate(singles):
+        result.setdefault(str(kind_of(single)), []).append(layer)
+    return [*result.values()]
+
+
 def slots_within(singles: Sequence[BoundedTable], rows: int, room: int, memory: int) -> int:
-    """Slots of a store that takes `memory` bytes together with what `rows` rows have beside it."""
-    slot = sum(part[:1].nbytes for part in slot_parts(singles[0]).values())
+    """Slots of stores that take `memory` bytes together with what `rows` rows have beside them."""
+    slot = sum(part[:1].nbytes for single in singles for part in slot_parts(single).values()) / len(singles)
     beside = sum(part[:1].nbytes for single in singles for part in row_parts(single).values())
     beside += sum(t.nbytes for single in singles for _, t in single.state.for_rows(1, room).named(ROW))
-    return (memory - rows * beside) // slot
+    return int((memory - rows * beside) / slot)

@@ -216,8 +216,10 @@ class Rehearse(WaitingMethod):
     def _refitted(self, problems: Sequence[LayerProblems], sizes: Sequence[Tensor]) -> dict[int, Changes]:
         """Changes by table; `sizes` [2, B H, P] of each problem: how many tokens its marks count, on the host."""
         result: dict[int, Changes] = {}
-        for device in {layer.keys.device for layer in problems}:
-            here = [number for number, layer in enumerate(problems) if layer.keys.device == device]
+        # Tables of one device are solved together, where they have as many heads.
+        kinds = [(layer.keys.device, size.shape) for layer, size in zip(problems, sizes, strict=True)]
+        for kind in dict.fromkeys(kinds):
+            here = [number for number, own in enumerate(kinds) if own == kind]
             own = torch.stack([sizes[number] for number in here], 1)
             changes = refit_layers([problems[number] for number in here], own, self.refit == "fold")
             result |= zip(here, changes, strict=True)
