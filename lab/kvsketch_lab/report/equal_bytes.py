@@ -283,7 +283,9 @@ def bit_table(tuned: Sequence[Cell], measured: Sequence[Cell], model: str) -> st
     Chosen is the form with the largest mean over tasks of the former, at each share.
     """
     tasks = [task for task in DRAWN if any(cell.task == task for cell in tuned)]
-    known = [{(c.budget, c.method, c.task): c.value.value for c in own if c.model == model} for own in (tuned, measured)]
+    known = [
+        {(c.budget, c.method, c.task): c.value.value for c in own if c.model == model} for own in (tuned, measured)
+    ]
     rows = []
     for share in SHARES:
         means = {

@@ -19,7 +19,6 @@ from kvsketch.ops.common.kernel import INF, LOG2E, NEG_INF, PTX, described_rows,
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, dense_last
 
-
 MOST_SINKS = 64  # of a tile; a larger one needs more registers than a thread may have
 
 
@@ -69,8 +68,8 @@ def replay_scores(
         row_sums_kernel[(triton.cdiv(count, rows.still), batch * chunks * query_heads)](
             *(described_rows(tensor, tile) for tensor, tile in tiles), sinks, hidden, row_sums, scale * LOG2E.value,
             count, room, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3],
-            SINKS=sink_count, BLOCK_SINKS=min(block_size(max(1, sink_count)), MOST_SINKS), ROWS=rows.still, COLUMNS=rows.moving,
-            BARE_ROWS=isinstance(bare, Tensor),
+            SINKS=sink_count, BLOCK_SINKS=min(block_size(max(1, sink_count)), MOST_SINKS),
+            ROWS=rows.still, COLUMNS=rows.moving, BARE_ROWS=isinstance(bare, Tensor),
             **_resources(rows), **constants,
         )  # fmt: skip
         column_maxima_kernel[(triton.cdiv(count, columns.still), batch * chunks * heads)](
