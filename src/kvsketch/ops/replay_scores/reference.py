@@ -25,9 +25,10 @@ def replay_scores(
         pads = [0] * len(q) if hidden is None else (hidden - own.start).clamp(0, count).tolist()
         scores = torch.zeros(*k.shape[:2], count, device=k.device)
         for row, pad in enumerate(pads):
-            parts = [x if x is None else x[row, :, own][:, pad:] for x in (again, q, k, copies, known)]
+            asked, read, keys = (x[row, :, own][:, pad:] for x in (again, q, k))
+            copied, sums = (x if x is None else x[row, :, own][:, pad:] for x in (copies, known))
             first = sinks[row] if number >= bares[row] else sinks[row, :, :0]
-            scores[row, :, pad:] = scored(*parts, first, scale)
+            scores[row, :, pad:] = scored(asked, read, keys, copied, sums, first, scale)
         result.append(scores)
     return result[0] if chunks == 1 else torch.cat(result, 2)
 
