@@ -166,6 +166,19 @@ def test_values_are_solved_to_the_end() -> None:
     torch.testing.assert_close(parts, result * w.unsqueeze(-1))
 
 
+def test_fewer_queries_than_slots_are_fitted_by_the_same_steps() -> None:
+    """In sums over queries, without a matrix of slots by slots."""
+    q, k, v, kept = problem(slots=60, kept=40, queries=24)
+    a, target, share = Slots(k, v, kept, 0.25).seen_by(q)
+    plain, gram = rows(v, kept), module.squared(a)
+    weights = [module.fitted_weights(matrix, a, share, 16) for matrix in (gram, a)]
+    torch.testing.assert_close(weights[1], weights[0], atol=1e-4, rtol=1e-4)
+    for steps in (1, 2, 5):
+        expected = module.fitted_values(gram, a, weights[0], plain, target, steps)
+        for ours, theirs in zip(module.values_of_few(a, weights[0], plain, target, steps), expected, strict=True):
+            torch.testing.assert_close(ours, theirs, atol=1e-3, rtol=1e-3)
+
+
 def test_a_head_with_a_nan_keeps_its_plain_slots_and_the_others_are_fitted() -> None:
     q, k, v, kept = problem()
     expected = refit(q, Slots(k, v, kept, 0.25))

@@ -442,6 +442,31 @@ def test_turns_that_wait_are_scored_as_tokens_that_come_one_by_one(model: Any, b
     assert (result[0] - result[1]).norm() < 0.02 * result[1].norm()
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes all sums itself")
+@pytest.mark.parametrize(("pieces", "count"), [([(0, 90)], 1), ([(0, 40), (40, 90)], 1), ([(0, 300)], 0)])
+def test_scores_take_the_sums_that_the_first_reading_has_computed(
+    model: Any, monkeypatch: pytest.MonkeyPatch, pieces: list[tuple[int, int]], count: int
+) -> None:
+    """Of a first turn that is one chunk; they are those that a replay computes itself."""
+    method = Rehearse(budget="100%", refit="none", bits=16, chunk=96, wait=64, recent=8)
+    ids, result, known = zoo.tokens(1, pieces[-1][1]), [], []
+    own = ops.replay_scores
+
+    def replay(*parts: Any, **options: Any) -> Tensor:
+        known.append(options["known"] is not None)
+        return own(*parts, **options)
+
+    monkeypatch.setattr(ops, "replay_scores", replay)
+    for wants in (True, False):
+        if not wants:
+            monkeypatch.setattr(Rehearse, "wants_sums_of", lambda *_: False)
+        cache = CompressedCache(model, method)
+        read(model, cache, ids, torch.ones_like(ids), pieces)
+        result.append(scores(cache))
+        assert sum(known) == count * len(cache.slot_layers)
+    torch.testing.assert_close(*result, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("replay", ["virtual", "exact"])
 def test_sinks_among_the_tokens_of_a_chunk_are_not_counted_once_more(model: Any, replay: str) -> None:
     """In a text of one chunk the sinks are its own first tokens: scores are those of a method without sinks."""

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.ops import kept_attention
 from kvsketch.ops.kept_attention import reference
-from tests.ops.formula import needs_triton
+from tests.ops.formula import needs_compiler, needs_triton
 
 
 def inputs(slots: int = 70, kept: int = 20, size: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -22,7 +22,9 @@ def inputs(slots: int = 70, kept: int = 20, size: int = 16) -> tuple[Tensor, Ten
     return q, k, v, chosen, hidden
 
 
-def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_attention_is_the_definition(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv("KVSKETCH_KERNELS", kernels)
     q, k, v, kept, hidden = inputs()
     for limit in ({"cpu": 1}, reference.MAX_LOGITS):
         monkeypatch.setattr(reference, "MAX_LOGITS", limit)
@@ -34,7 +36,9 @@ def test_reference_is_the_definition(monkeypatch: pytest.MonkeyPatch) -> None:
         assert (share == 1).all()
 
 
-def test_keys_as_they_are_held_and_mass_elsewhere() -> None:
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_keys_as_they_are_held_and_mass_elsewhere(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv("KVSKETCH_KERNELS", kernels)
     q, k, v, kept, hidden = inputs()
     rows = kept.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16)
     held, sinks = k.gather(1, rows) + 0.1 * torch.randn(rows.shape), torch.randn(3, 4, 16)
@@ -77,3 +81,24 @@ def test_shapes_that_do_not_fit_are_named() -> None:
         kept_attention(q, k, v, kept, 1.0, hidden[1:])
     with pytest.raises(ValueError, match=r"elsewhere must be \[3, 37\], got \[2\]"):
         kept_attention(q, k, v, kept, 1.0, elsewhere=torch.zeros(2))
+
+
+@needs_compiler
+@pytest.mark.parametrize(("slots", "kept"), [(5, 3), (16, 16), (100, 33)])
+def test_program_gives_the_reference(slots: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In blocks of few queries, with logits that differ by more than a float32 can hold, and with one that is none."""
+    from kvsketch.ops.kept_attention import native
+
+    q, k, v, chosen, hidden = inputs(max(slots, 8), min(kept, slots))
+    hidden[2] = False
+    hidden[2, 1:3] = True
+    k[0, 1] *= 50.0
+    k[1, 2, 0] = float("nan")
+    held = k.gather(1, chosen.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16)) + 0.01
+    monkeypatch.setattr(native, "MAX_LOGITS", 7 * slots)
+    for stored, elsewhere in ((None, None), (held, torch.randn(3, 37))):
+        expected = reference.kept_attention(q, k, v, chosen, 0.3, hidden, stored, elsewhere)
+        result = native.kept_attention(q, k, v, chosen, 0.3, hidden, stored, elsewhere)
+        for ours, theirs in zip(result, expected, strict=True):
+            assert ours[1].isnan().any() == theirs[1].isnan().any()
+            torch.testing.assert_close(ours[::2], theirs[::2], atol=1e-6, rtol=1e-4)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.ops import replay_scores
 from kvsketch.ops.replay_scores import reference
-from tests.ops.formula import needs_triton
+from tests.ops.formula import needs_compiler, needs_triton, poison
 
 
 def inputs(
@@ -52,6 +52,35 @@ def test_scores_are_the_definition(monkeypatch: pytest.MonkeyPatch, kernels: str
     copies = torch.randn_like(values[2])
     result = replay_scores(*values, 0.4, hidden=hidden, copies=copies)
     torch.testing.assert_close(result, direct(*values, 0.4, [0, 5], copies), atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kernels", ["auto", "reference"])
+def test_sums_of_the_first_reading_stand_for_the_copy(monkeypatch: pytest.MonkeyPatch, kernels: str) -> None:
+    monkeypatch.setenv("KVSKETCH_KERNELS", kernels)
+    monkeypatch.setattr(reference, "MAX_LOGITS", {"cpu": 200})
+    for sinks in (4, 0):
+        again, q, k, before = inputs(count=23, sinks=sinks)
+        later = torch.full((23, 23), -torch.inf).triu(1)
+        known = (0.4 * q @ k.repeat_interleave(3, 1).mT + later).logsumexp(-1)
+        result = replay_scores(again, q, k, before, 0.4, known=known)
+        torch.testing.assert_close(result, direct(again, q, k, before, 0.4, [0, 0]), atol=1e-6, rtol=1e-5)
+        # The copy is not read.
+        torch.testing.assert_close(replay_scores(again, torch.zeros_like(q), k, before, 0.4, known=known), result)
+
+
+@needs_compiler
+@pytest.mark.parametrize(("count", "size"), [(1, 16), (7, 24), (16, 64), (33, 80), (130, 20)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_program_gives_the_reference(monkeypatch: pytest.MonkeyPatch, count: int, size: int, threads: int) -> None:
+    """Also where logits differ by more than a float32 can hold."""
+    from kvsketch.ops.replay_scores import native
+
+    values = inputs(batch=1, heads=4, group=2, count=count, size=size)
+    values[2][:, :, count // 2] *= 40.0
+    expected = reference.replay_scores(*values, 0.5, 1, 0, None, None)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    poison(monkeypatch)
+    torch.testing.assert_close(native.replay_scores(*values, 0.5, 1, 0, None, None), expected, atol=1e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("kernels", ["auto", "reference"])

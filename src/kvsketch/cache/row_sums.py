@@ -17,7 +17,7 @@ class RowSums(TorchDispatchMode):
     def __init__(self, view: LayerView, unmasked: bool) -> None:
         super().__init__()
         self.table = view.layer.table
-        self.wanted = unmasked and view.layer.method.wants_row_lse and self.table.new_tokens > 1
+        self.wanted = unmasked and view.layer.method.wants_sums_of(self.table) and self.table.new_tokens > 1
         self.row_lse: Tensor | None = None
 
     def __enter__(self) -> RowSums:

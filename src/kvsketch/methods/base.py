@@ -57,6 +57,10 @@ class Method(Parameters):
     wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
     wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
 
+    def wants_sums_of(self, table: SlotTable) -> bool:
+        """Whether the model's own attention should leave the log-sums of its rows in table.row_lse."""
+        return self.wants_row_lse
+
     @property
     def no_latents(self) -> str:
         """Why it cannot work where a value is a part of its key (`slots.latent`); empty: it can."""

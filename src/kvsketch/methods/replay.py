@@ -94,6 +94,7 @@ class Replay:
         lengths, done = list(lengths or equal_chunks(new, self.chunk)), 0
         most = MAX_ROTATED.get(keys.device.type, 1) // queries[:, :, : max(lengths)].numel()
         scores, again = [], []
+        known = self._known_sums(table, queries) if len(lengths) == 1 and not (behind or whole) else None
         for length, count in runs(lengths, max(1, most)):
             begin, end = table.seen - behind - new + done, done + count * length
             q, k = queries[:, :, done:end], keys[:, :, done:end]
@@ -104,13 +105,23 @@ class Replay:
             bare: Tokens = sum(b < sinks for b in range(begin, begin + count * length, length))
             if pads is not None:
                 bare = (begins < pads.view(-1, 1) + sinks).sum(1)
-            scores.append(ops.replay_scores(repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden))
+            scores.append(
+                ops.replay_scores(
+                    repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden, known=known
+                )
+            )
             again.append(sampled(repeated, k.shape[1], count, hidden, self.samples))
             done = end
         result, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
         table.state_of(Waiting).note(table, slots, result, lengths, asked)
         if whole:
             self._learned_scores(table, slots)
+
+    def _known_sums(self, table: SlotTable, queries: Tensor) -> Tensor | None:  # [B, Hq, n]
+        """What the queries have seen in the first reading, if these tokens alone were there."""
+        sums, new = table.row_lse, queries.shape[2]
+        is_alone = table.seen == new and table.document is None and table.padding is None
+        return sums[:, :, :new] if is_alone and sums is not None and sums.shape[2] >= new else None
 
     def _as_repeated(self, table: SlotTable, queries: Tensor) -> Tensor:
         """Queries [B, Hq, n, D] as the model would have them if it repeated the newest tokens, at the first places."""

@@ -34,7 +34,7 @@ from kvsketch.slots.tensors import fetching
 
 REPLAYS = VIRTUAL, EXACT, LEARNED = ("virtual", "exact", "learned")
 REFITS = ("full", "fold", "none")
-QUERIES = 1024  # of a chunk and KV head that a refit takes
+QUERIES = 1024  # of a chunk and KV head that a refit takes; on a CPU the first of them (`refit.queries_of`)
 COMPACT, EVER = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
 
 
@@ -132,6 +132,10 @@ class Rehearse(WaitingMethod):
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
         self.replayer.virtual(table, queries)
+
+    def wants_sums_of(self, table: SlotTable) -> bool:
+        # A third of a virtual replay on a CPU is done when a text has been read.
+        return table.device.type == "cpu" and self.replay == VIRTUAL and table.seen == table.new_tokens
 
     # keep: the best of all heads, refitted
 

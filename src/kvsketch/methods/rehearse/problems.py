@@ -14,13 +14,13 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.rehearse.refit import Slots, fold, refit, solved
+from kvsketch.methods.rehearse.refit import Slots, fold, queries_of, refit, solved
 from kvsketch.ops.common.products import product
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
-MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 24}
+MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 23}
 LEAST = {"cuda": 512, "cpu": 1 << 30}
 STEP = 64  # kept slots of a batch are padded to a multiple of it on a GPU, whose products are slow otherwise
 
@@ -188,9 +188,8 @@ def _fitted(one: LayerProblems, all_of: Everything, part: slice, stayed: slice, 
     slot = torch.arange(order.shape[1], device=order.device).expand_as(order)
     kept = kept.scatter_(1, torch.where(order < 0, most, order), slot)[:, :most]
     places = all_of.places[all_of.chunk[part]]  # [n, C]
-    q = all_of.queries.taken(
-        layer, part, torch.arange(one.queries.shape[2], device=order.device).expand(len(order), -1)
-    )
+    asked = torch.arange(queries_of(most, one.queries.shape[2], order.device), device=order.device)
+    q = all_of.queries.taken(layer, part, asked.expand(len(order), -1))
     keys, values = (kind.taken(layer, part, places) for kind in (all_of.keys, all_of.values))
     held = None
     if all_of.held is not None:

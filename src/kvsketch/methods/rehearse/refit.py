@@ -21,6 +21,9 @@ after these steps. On a CPU, values of up to SOLVED slots are solved to the end 
 gets the same values in any batch. That takes as long as the steps, and queries that were not fitted see 1 to 18% less
 error (SmolLM2-135M); with more than 512 of 1,200 slots they see twice as much.
 
+What a refit costs a CPU grows with the queries: it takes the first CPU_QUERIES of them, and fewer for many slots, whose
+products take longest. Where slots are more than queries, A'A is not computed (`values_of_few`).
+
 All heads and chunks of a model are problems of the same form: N of them are fitted at once, padded to the one that
 keeps the most. Products of half-precision inputs are summed in float32 (tensor cores); the steps are float32.
 Legend: N problems, C slots of a chunk, K the most slots that any problem keeps, Q queries, D, Dv sizes.
@@ -37,13 +40,23 @@ from kvsketch import ops
 from kvsketch.ops import refit_steps
 from kvsketch.ops.common.products import product
 from kvsketch.ops.kept_attention import Kept
-from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, errors, stepped_values, value_step, weight_step
+from kvsketch.ops.refit_steps import (
+    TINY,
+    Conjugate,
+    Descent,
+    columns,
+    errors,
+    stepped_values,
+    value_step,
+    weight_step,
+)
 
 RIDGES = (1e-2, 1e-3)  # of weights, of values
 WEIGHTS = (1e-4, 1e4)
 WEIGHT_STEPS, VALUE_STEPS = 16, 8
 HELD_BACK = 8  # one query in so many is held back
 SOLVED = 256  # slots of a problem whose values are solved to the end, on a CPU; a multiple of `problems.STEP`
+CPU_QUERIES = (512, 384)  # at most, of problems that are solved to the end, and of those with more slots
 
 
 class Slots(NamedTuple):
@@ -87,6 +100,11 @@ def solved(kept: int, device: torch.device) -> bool:
     return kept <= SOLVED and device.type != "cuda"
 
 
+def queries_of(kept: int, given: int, device: torch.device) -> int:
+    """How many of the given queries problems that keep so many slots are fitted to."""
+    return given if device.type == "cuda" else min(given, CPU_QUERIES[0 if solved(kept, device) else 1])
+
+
 def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refitted:
     """Fitted to q [N, Q, D]; in other numbers of steps if told."""
     ends = steps is None and solved(slots.kept.shape[1], q.device)
@@ -96,9 +114,13 @@ def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refi
     # Queries come in no order, and the held-back ones lie behind the others.
     fit = q.shape[1] - q.shape[1] // HELD_BACK
     exact = a[:, :fit].double() if ends else None
-    gram = squared(a[:, :fit] if exact is None else exact)
+    # With more slots than queries, A'A takes a CPU longer than all products with A.
+    few = exact is None and fit < a.shape[2] and not a.is_cuda
+    gram = a[:, :fit] if few else squared(a[:, :fit] if exact is None else exact)
     w = fitted_weights(gram.to(a.dtype), a[:, :fit], share[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
-    if exact is not None:
+    if few:
+        values, parts = values_of_few(a[:, :fit], w, plain, target[:, :fit], steps[1])
+    elif exact is not None:
         values, parts = solved_values(gram, exact, w, plain, target[:, :fit])
     else:
         values, parts = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
@@ -158,13 +180,19 @@ def squared(a: Tensor) -> Tensor:  # [N, K, K]
 
 
 def fitted_weights(gram: Tensor, a: Tensor, share: Tensor, steps: int) -> Tensor:  # [N, K]
-    """argmin over w >= 0 of |A w - share|^2 + r |w - 1|^2, by accelerated projected gradient in w / size."""
-    diagonal = gram.diagonal(dim1=-2, dim2=-1).float()
+    """argmin over w >= 0 of |A w - share|^2 + r |w - 1|^2, by accelerated projected gradient in w / size.
+
+    gram: A'A, or A again, where it has fewer rows than columns.
+    """
+    few = gram.shape[1] < gram.shape[2]
+    diagonal = gram.float().square().sum(1) if few else gram.diagonal(dim1=-2, dim2=-1).float()
     ridge = _ridge(diagonal, RIDGES[0])
     size = (diagonal + ridge).rsqrt()  # [N, K]
     wanted = product(a.mT, share.unsqueeze(-1).to(a.dtype)).squeeze(-1) + ridge
     # The largest row sum of the scaled matrix bounds its largest eigenvalue; no entry is negative.
-    bound = ((times(gram, size) + ridge * size) * size).amax(-1, keepdim=True)
+    row_sums = times(gram, size)
+    row_sums = times(gram.mT, row_sums) if few else row_sums
+    bound = ((row_sums + ridge * size) * size).amax(-1, keepdim=True)
     w, ahead, momentum = torch.ones_like(size), torch.ones_like(size), 1.0
     descent = Descent(gram, wanted, size.square() / bound, ridge, w, ahead)
     for _ in range(steps):
@@ -192,6 +220,33 @@ def fitted_values(
     for number in range(steps):
         value_step(state, number, product(gram, state.scaled[number]))
     return stepped_values(state, plain)
+
+
+def values_of_few(a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> tuple[Tensor, Tensor]:
+    """As `fitted_values` of fewer queries than slots: the same conjugate gradients, as sums of rows of X = A diag(w).
+
+    Every vector of theirs is X' y: only y is moved, and the matrix is M = X X' [N, Q, Q]. With the residual X' e and
+    the direction X' d, f = M e and g = M d:
+
+        l = <e, f> / (<g, g> + r <d, g>),   y += l d,   e -= l (g + r d),   d = e + <e, f> / <e, f before> d
+    """
+    x = a.float() * w.unsqueeze(1)  # [N, Q, K]
+    ridge = _ridge(x.square().sum(1), RIDGES[1]).unsqueeze(-1)
+    matrix, e = squared(x.mT), x.sum(-1, keepdim=True) * target - product(x, plain.float())
+    d, f, y = e.clone(), product(matrix, e), torch.zeros_like(e)
+    g, before = f.clone(), columns(e, f)
+    for number in range(steps):
+        length = before / (columns(g, g) + ridge * columns(d, g)).clamp_min_(TINY)
+        y.addcmul_(length, d)
+        if number + 1 == steps:
+            break
+        e.sub_((ridge * d).add_(g).mul_(length))
+        f = product(matrix, e)
+        after = columns(e, f)
+        turn = after / before.clamp_min(TINY)
+        d, g, before = d.mul_(turn).add_(e), g.mul_(turn).add_(f), after
+    values = product(x.mT, y).add_(plain)
+    return values.to(plain.dtype), weighed(values, w, torch.float32)
 
 
 def solved_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:

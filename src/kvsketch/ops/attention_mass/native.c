@@ -17,8 +17,7 @@ void kvsketch_mass_from_logits(int64_t all_heads, int64_t heads, int64_t group, 
                 Lanes x = all(-INFINITY);
                 memcpy(&x, logits + row * slots + first, count * sizeof(float));
                 x = exponential(x - row_lse[row]);
-                const Integers more = x > total;
-                total = reduce == MAX ? (Lanes)(((Integers)x & more) | ((Integers)total & ~more)) : total + x;
+                total = reduce == MAX ? largest(x, total) : total + x;
             }
             if (reduce == MEAN) total /= (float)group;
             for (int64_t slot = 0; slot < count; slot++) {

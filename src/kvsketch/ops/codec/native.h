@@ -54,10 +54,11 @@ static inline void encode_one(const Codec *codec, const float *x, const float *c
         n[d] = finite ? rintf(n[d] * up) : 0.0f;
         squares += (double)n[d] * n[d];
     }
-    for (int64_t c = 0; c < size; c += LANES) {
-        Lanes sum = {0};
-        for (int64_t d = 0; d < size; d++) sum += load(codec->integers + d * size + c) * all(n[d]);
-        store(y + c, sum);
+    for (int64_t c = 0; c < size; c += BLOCK) {
+        Lanes sums[PARTS] = {0};
+        for (int64_t d = 0; d < size; d++)
+            for (int i = 0; i < PARTS; i++) sums[i] += load(codec->integers + d * size + c + i * LANES) * all(n[d]);
+        for (int i = 0; i < PARTS; i++) store(y + c + i * LANES, sums[i]);
     }
     float first = codec->unit * sqrtf((float)squares);
     first = 1.0f / (first > 0 ? first : 1.0f);

@@ -1,11 +1,19 @@
-/* What the CPU programs share: 16 floats at a time, codes of few bits as floats, exponentials.
-   Vector types are those of gcc and clang; the compiler maps them to what the processor has. */
+/* What the CPU programs share: floats, a vector register at a time, codes of few bits as floats, exponentials.
+   Vector types are those of gcc and clang. One that is longer than a register of the processor is kept in memory. */
 
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
 
+#define BLOCK 16 /* channels of a vector are a multiple of it */
+#if defined(__AVX512F__)
 #define LANES 16
+#elif defined(__AVX__)
+#define LANES 8
+#else
+#define LANES 4
+#endif
+#define PARTS (BLOCK / LANES) /* sums that do not wait for each other */
 #define MOST 512 /* channels of a vector */
 #define BFLOAT16 16 /* numbers that are stored as they are have 16 or 32 bits */
 #define FLOAT32 32
@@ -29,10 +37,19 @@ static inline float sum_of(Lanes x) {
     return x[0];
 }
 
+static inline Lanes largest(Lanes a, Lanes b) {
+    const Integers more = a > b;
+    return (Lanes)(((Integers)a & more) | ((Integers)b & ~more));
+}
+
 static inline float dot(const float *a, const float *b, int64_t size) {
-    Lanes sum = {0};
-    for (int64_t d = 0; d < size; d += LANES) sum += load(a + d) * load(b + d);
-    return sum_of(sum);
+    Lanes sums[PARTS] = {0};
+    for (int64_t d = 0; d < size; d += BLOCK)
+        for (int i = 0; i < PARTS; i++) sums[i] += load(a + d + i * LANES) * load(b + d + i * LANES);
+    /* Halves, as in sum_of: the same sums whatever the processor. */
+    for (int width = PARTS / 2; width; width /= 2)
+        for (int i = 0; i < width; i++) sums[i] += sums[i + width];
+    return sum_of(sums[0]);
 }
 
 static inline void add_scaled(float *to, const float *x, float by, int64_t size) {
@@ -56,6 +73,18 @@ static inline Lanes exponential(Lanes x) {
     e = e * r * r + r + 1.0f;
     Integers scaled = (Integers)e + (exponent << 23);
     return (Lanes)(scaled & in_range);
+}
+
+/* 2^x for x < 127, no less than 2^-126; what is not a number stays so. */
+static inline Lanes power_of_2(Lanes x) {
+    const Lanes magic = all(12582912.0f), least = all(-126.0f);
+    const Integers below = x < least;
+    x = (Lanes)(((Integers)x & ~below) | ((Integers)least & below));
+    const Lanes whole = x + magic;
+    const Lanes f = x - (whole - magic), ff = f * f;
+    const Lanes low = f * 0.693146944f + 1.0f, middle = f * 0.0555071309f + 0.240221202f;
+    const Lanes high = f * 0.00132764713f + 0.00967554096f;
+    return (Lanes)((Integers)(low + ff * (middle + ff * high)) + ((Integers)whole << 23));
 }
 
 /* Levels of a code minus half of their range, as `levels_of` of ops/codec unpacks them. */

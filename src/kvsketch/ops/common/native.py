@@ -14,6 +14,8 @@ import platform
 import shlex
 import subprocess
 import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -23,9 +25,11 @@ from torch import Tensor
 from kvsketch.compiler import compiler
 
 ROOT = Path(__file__).parent.parent
-OPERATIONS = ("attention_mass", "codec", "keep_queries", "replay_scores", "slot_update", "weighted_attention")
+OPERATIONS = (
+    "attention_mass", "codec", "keep_queries", "kept_attention", "replay_scores", "slot_update", "weighted_attention",
+)  # fmt: skip
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT))
-LANES, MOST = 16, 512  # native.h
+LANES, MOST = 16, 512  # native.h: LANES is the most of any processor
 
 
 @functools.cache
@@ -74,13 +78,25 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "kvsketch_attend": (pointer, number, number),
         "kvsketch_free_lowest": (*(number,) * 3, *(pointer,) * 3, number, number, *(pointer,) * 4),
         "kvsketch_mass_from_logits": (*(number,) * 4, *(pointer,) * 4, number, ctypes.c_float, pointer),
-        "kvsketch_best_shares": (number, number, *(pointer, number) * 2, number, pointer, number, pointer),
+        "kvsketch_replay": (
+            *(number,) * 3,
+            ctypes.c_float,
+            pointer,
+            pointer,
+            number,
+            *(pointer,) * 3,
+            number,
+            *(pointer,) * 3,
+        ),
+        "kvsketch_replay_room": (number,) * 3,
+        "kvsketch_masses": (number, number, ctypes.c_float, *(pointer,) * 3),
+        "kvsketch_exponentials": (number, number, ctypes.c_float, pointer, pointer),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
         "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
     }
     for name, arguments in kinds.items():
         function = getattr(loaded, name)
-        function.argtypes, function.restype = arguments, None
+        function.argtypes, function.restype = arguments, number if name.endswith("_room") else None
     return loaded
 
 
@@ -104,3 +120,19 @@ def program(name: str) -> Any:
 def on_cpu(*tensors: Tensor | None) -> bool:
     """Whether all of them are dense tensors in this machine's memory."""
     return all(each is None or (each.device.type == "cpu" and each.is_contiguous()) for each in tensors)
+
+
+def divide(work: Callable[[int, int], None], count: int, threads: int) -> None:
+    """work(begin, end) for all of `count`, in parts of about the same size, each in a thread of its own."""
+    threads = max(1, min(threads, count))
+    if threads == 1:
+        work(0, count)
+        return
+    bounds = [count * i // threads for i in range(threads + 1)]
+    # ctypes lets other threads run meanwhile.
+    list(_pool(threads).map(work, bounds[:-1], bounds[1:]))
+
+
+@functools.cache
+def _pool(threads: int) -> ThreadPoolExecutor:
+    return ThreadPoolExecutor(threads, "kvsketch-native")

@@ -28,7 +28,7 @@ TINY = 1e-30
 class Descent(NamedTuple):
     """A projected gradient under way; all float32 but the matrix."""
 
-    gram: Tensor  # [N, K, K], symmetric
+    gram: Tensor  # [N, K, K], symmetric; on a CPU also A [N, Q, K] of G = A'A, where Q < K
     wanted: Tensor  # [N, K]
     rate: Tensor  # [N, K]
     ridge: Tensor  # [N, 1]
@@ -78,6 +78,11 @@ def weighed(x: Tensor, w: Tensor, less: Tensor | None = None, *, out: Tensor) ->
     """Rows of x [N, K, Dv] times w [N, K], minus `less` [N, K, Dv] float32, rounded once into `out`, contiguous."""
     implementation("refit_steps", x.device, x).weighed(x, w, less, out)
     return out
+
+
+def columns(a: Tensor, b: Tensor) -> Tensor:  # [N, 1, Dv]
+    """Inner products of columns [N, K, Dv]."""
+    return (a * b).sum(1, keepdim=True)
 
 
 def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tensor:  # [N]

@@ -6,13 +6,14 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.products import product
-from kvsketch.ops.refit_steps import TINY, Conjugate, Descent
+from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, columns
 
 
 def weight_step(descent: Descent, speed: float) -> None:
     """See `kvsketch.ops.refit_steps`."""
     gram, wanted, rate, ridge, w, ahead = descent
-    slope = product(gram, ahead.unsqueeze(-1).to(gram.dtype)).squeeze(-1)
+    slope = product(gram, ahead.unsqueeze(-1).to(gram.dtype))
+    slope = (product(gram.mT, slope) if gram.shape[1] < gram.shape[2] else slope).squeeze(-1)
     new = torch.addcmul(ahead, rate, wanted - slope - ridge * ahead).clamp_min_(0.0)
     torch.lerp(w, new, 1 + speed, out=ahead)
     w.copy_(new)
@@ -23,13 +24,13 @@ def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     residual, scaled = state.residual, state.scaled[number].float()
     square, ridge = state.w.square().unsqueeze(-1), state.ridge.unsqueeze(-1)
     product = product.addcmul_(scaled, ridge / square)
-    curved = _columns(scaled, product).clamp_min_(TINY)
-    length = _columns(residual, scaled) / curved
+    curved = columns(scaled, product).clamp_min_(TINY)
+    length = columns(residual, scaled) / curved
     state.lengths[number] = length.squeeze(1)
     if number + 1 == len(state.scaled):
         return
     weighed = product * square
-    left = (_columns(residual, weighed) - length * _columns(product, weighed)) / curved
+    left = (columns(residual, weighed) - length * columns(product, weighed)) / curved
     residual.addcmul_(length, product, value=-1)
     state.scaled[number + 1] = torch.mul(residual, square, out=weighed).addcmul_(left, scaled, value=-1)
 
@@ -55,8 +56,3 @@ def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tens
     away = (outputs / mass.clamp_min(TINY).unsqueeze(-1) - target).mul_(each)
     spread = (target * each).square_().mean((1, 2)).clamp_min_(TINY)
     return (mass - share).square().mean(1) + away.square_().mean((1, 2)) / spread
-
-
-def _columns(a: Tensor, b: Tensor) -> Tensor:  # [N, 1, Dv]
-    """Inner products of columns."""
-    return (a * b).sum(1, keepdim=True)

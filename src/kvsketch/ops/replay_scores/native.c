@@ -1,53 +1,121 @@
 #include "common/native.h"
 
-static Lanes largest(Lanes a, Lanes b) {
-    const Integers more = a > b;
-    return (Lanes)(((Integers)a & more) | ((Integers)b & ~more));
+/* Logits [ROWS, COLUMNS] are computed in registers. */
+#if LANES == 8
+#define ROWS 4
+#define ACROSS 3
+#else
+#define ROWS 8
+#define ACROSS 2
+#endif
+#define COLUMNS (ACROSS * LANES)
+#define LOG2_E 1.44269504f
+
+/* Numbers of a row that has room for whole panels and whole blocks. */
+static int64_t padded(int64_t count) { return (count + COLUMNS + BLOCK) / BLOCK * BLOCK; }
+
+/* Keys [count, size] times `by`, in panels [size, COLUMNS]; 0 behind the last. */
+static void pack_keys(float *panels, const float *keys, int64_t count, int64_t size, float by) {
+    for (int64_t first = 0; first < count; first += COLUMNS, panels += size * COLUMNS)
+        for (int64_t i = 0; i < COLUMNS; i++)
+            for (int64_t d = 0; d < size; d++)
+                panels[d * COLUMNS + i] = first + i < count ? by * keys[(first + i) * size + d] : 0.0f;
 }
 
-/* Lanes of x from i on; -inf behind the last. */
-static Lanes some(const float *x, int64_t i, int64_t count) {
-    if (i + LANES <= count) return load(x + i);
-    Lanes lanes = all(-INFINITY);
-    memcpy(&lanes, x + i, (count - i) * sizeof(float));
-    return lanes;
+/* `rows` queries [rows, size] as [size, ROWS]; the last one stands for those that are missing. */
+static void pack_queries(float *packed, const float *queries, int64_t rows, int64_t size) {
+    for (int64_t d = 0; d < size; d++)
+        for (int64_t r = 0; r < ROWS; r++) packed[d * ROWS + r] = queries[(r < rows ? r : rows - 1) * size + d];
 }
 
-static void put(float *x, int64_t i, int64_t count, Lanes lanes) {
-    memcpy(x + i, &lanes, (count - i < LANES ? count - i : LANES) * sizeof(float));
-}
-
-static Lanes top_of(Lanes top, const float *x, int64_t count) {
-    for (int64_t i = 0; i < count; i += LANES) top = largest(some(x, i, count), top);
-    return top;
-}
-
-static Lanes sum_exponentials(Lanes sum, const float *x, int64_t count, Lanes top) {
-    for (int64_t i = 0; i < count; i += LANES) sum += exponential(some(x, i, count) - top);
-    return sum;
-}
-
-/* best = max(best, softmax over (a, b, c), the part of a), over rows (g, i) of G queries for each of `rows` tokens.
-   a [G rows, keys]; b [G rows, copies], of which token i has read first + i + 1; c [G rows, sinks].
-   a is overwritten. */
-void kvsketch_best_shares(int64_t group, int64_t rows, float *a, int64_t keys, const float *b, int64_t copies,
-                          int64_t first, const float *c, int64_t sinks, float *best) {
-    for (int64_t row = 0; row < group * rows; row++) {
-        const int64_t read = first + row % rows + 1;
-        float *own = a + row * keys;
-        const float *copy = b + row * copies, *sink = c + row * sinks;
-        Lanes top = top_of(top_of(top_of(all(-INFINITY), own, keys), copy, read), sink, sinks);
-        float most = top[0];
-        for (int i = 1; i < LANES; i++) most = top[i] > most ? top[i] : most;
-        top = all(most);
-        Lanes sum = sum_exponentials(sum_exponentials((Lanes){0}, copy, read, top), sink, sinks, top);
-        for (int64_t i = 0; i < keys; i += LANES) {
-            const Lanes term = exponential(some(own, i, keys) - top);
-            sum += term;
-            put(own, i, keys, term);
+/* Logits [ROWS, `count`] of packed queries, in whole panels; rows are `stride` apart. */
+static void compute_logits(float *logits, int64_t stride, const float *queries, const float *panel, int64_t count,
+                           int64_t size) {
+    for (int64_t first = 0; first < count; first += COLUMNS, panel += size * COLUMNS) {
+        Lanes sums[ROWS][ACROSS] = {{{0}}};
+        for (int64_t d = 0; d < size; d++) {
+            Lanes keys[ACROSS];
+            for (int i = 0; i < ACROSS; i++) keys[i] = load(panel + d * COLUMNS + i * LANES);
+            for (int r = 0; r < ROWS; r++)
+                for (int i = 0; i < ACROSS; i++) sums[r][i] += all(queries[d * ROWS + r]) * keys[i];
         }
-        const Lanes share = all(1.0f / sum_of(sum));
-        for (int64_t i = 0; i < keys; i += LANES)
-            put(best, i, keys, largest(some(own, i, keys) * share, some(best, i, keys)));
+        for (int r = 0; r < ROWS; r++)
+            for (int i = 0; i < ACROSS; i++) store(logits + r * stride + first + i * LANES, sums[r][i]);
     }
+}
+
+/* Of the first `count` logits; -inf is written behind them up to whole blocks. */
+static float largest_of(float *logits, int64_t count) {
+    for (int64_t i = count; i % BLOCK; i++) logits[i] = -INFINITY;
+    Lanes tops[PARTS];
+    for (int i = 0; i < PARTS; i++) tops[i] = all(-INFINITY);
+    for (int64_t i = 0; i < count; i += BLOCK)
+        for (int part = 0; part < PARTS; part++) tops[part] = largest(load(logits + i + part * LANES), tops[part]);
+    for (int i = 1; i < PARTS; i++) tops[0] = largest(tops[i], tops[0]);
+    float result = tops[0][0];
+    for (int i = 1; i < LANES; i++) result = tops[0][i] > result ? tops[0][i] : result;
+    return result;
+}
+
+/* logits = 2^(logits - origin), in whole blocks, and their sum. */
+static float sum_of_powers(float *logits, int64_t count, float origin) {
+    Lanes sums[PARTS] = {0};
+    for (int64_t i = 0; i < count; i += BLOCK)
+        for (int part = 0; part < PARTS; part++) {
+            const Lanes term = power_of_2(load(logits + i + part * LANES) - all(origin));
+            store(logits + i + part * LANES, term);
+            sums[part] += term;
+        }
+    for (int i = 1; i < PARTS; i++) sums[0] += sums[i];
+    return sum_of(sums[0]);
+}
+
+/* best = max(best, softmax over (text, copy up to the token, sinks), the part of the text), over `group` query heads,
+   `apart` numbers from one to the next, and `count` tokens.
+   again, q [group, count, size]; keys, copies [count, size]; sinks [sink_count, size]; best [count] in whole lanes;
+   known [group, count]: the logarithms of the sums over the copy, which is then not read; 0: it is.
+   room: as many numbers as kvsketch_replay_room says. */
+void kvsketch_replay(int64_t group, int64_t count, int64_t size, float scale, const float *again, const float *q,
+                     int64_t apart, const float *keys, const float *copies, const float *sinks, int64_t sink_count,
+                     const float *known, float *room, float *best) {
+    const int64_t stride = padded(count), sink_stride = padded(sink_count);
+    float *text = room, *copy = text + stride * size, *first_keys = copy + stride * size;
+    float *queries = first_keys + sink_stride * size;
+    float *seen = queries + ROWS * size, *read = seen + ROWS * stride, *others = read + ROWS * stride;
+    pack_keys(text, keys, count, size, scale * LOG2_E);
+    if (copies == keys) copy = text;
+    else pack_keys(copy, copies, count, size, scale * LOG2_E);
+    pack_keys(first_keys, sinks, sink_count, size, scale * LOG2_E);
+    for (int64_t member = 0; member < group; member++)
+        for (int64_t first = 0; first < count; first += ROWS) {
+            const int64_t rows = count - first < ROWS ? count - first : ROWS, at = member * apart + first * size;
+            float shares[ROWS];
+            pack_queries(queries, again + at, rows, size);
+            compute_logits(seen, stride, queries, text, count, size);
+            compute_logits(others, sink_stride, queries, first_keys, sink_count, size);
+            if (!known) {
+                pack_queries(queries, q + at, rows, size);
+                compute_logits(read, stride, queries, copy, first + rows, size);
+            }
+            for (int64_t r = 0; r < rows; r++) {
+                float *parts[] = {seen + r * stride, read + r * stride, others + r * sink_stride}, total = 0;
+                const int64_t counts[] = {count, known ? 0 : first + r + 1, sink_count + (known ? 1 : 0)};
+                float origin = -INFINITY;
+                if (known) parts[2][sink_count] = LOG2_E * known[member * count + first + r];
+                for (int i = 0; i < 3; i++) origin = fmaxf(origin, largest_of(parts[i], counts[i]));
+                for (int i = 0; i < 3; i++) total += sum_of_powers(parts[i], counts[i], origin);
+                shares[r] = 1.0f / total;
+            }
+            for (int64_t i = 0; i < count; i += LANES) {
+                Lanes most = load(best + i);
+                for (int64_t r = 0; r < rows; r++) most = largest(load(seen + r * stride + i) * all(shares[r]), most);
+                store(best + i, most);
+            }
+        }
+}
+
+/* Numbers that kvsketch_replay needs beside its arguments. */
+int64_t kvsketch_replay_room(int64_t count, int64_t size, int64_t sink_count) {
+    const int64_t stride = padded(count), sink_stride = padded(sink_count);
+    return (2 * stride + sink_stride + ROWS) * size + ROWS * (2 * stride + sink_stride);
 }

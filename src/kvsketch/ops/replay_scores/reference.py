@@ -1,4 +1,4 @@
-"""Virtual replay in torch: the truth, and the path used on a CPU. Rows are taken in blocks."""
+"""Virtual replay in torch: the truth. Queries are taken in blocks."""
 
 from __future__ import annotations
 
@@ -8,46 +8,42 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-BestShares: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor, int, int], Tensor]
+ScoresOfRow: TypeAlias = Callable[[Tensor, Tensor, Tensor, Tensor | None, Tensor | None, Tensor, float], Tensor]
 # Logits held at once: as many as fit a CPU's cache, or as fill a GPU.
 MAX_LOGITS = {"cpu": 1 << 18, "cuda": 1 << 25}
 
 
 def replay_scores(
     again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int | Tensor,
-    hidden: Tensor | None, copies: Tensor | None, best_shares: BestShares | None = None,
+    hidden: Tensor | None, copies: Tensor | None, known: Tensor | None = None, scores_of_row: ScoresOfRow | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `kvsketch.ops.replay_scores`. best_shares: another way to compute what is below."""
-    count, result = q.shape[2] // chunks, []
+    """See `kvsketch.ops.replay_scores`. scores_of_row: another way to compute what is below."""
+    scored, count, result = scores_of_row or _scores_of_row, q.shape[2] // chunks, []
     bares = [bare] * len(q) if isinstance(bare, int) else bare.tolist()
     for number in range(chunks):
         own = slice(number * count, (number + 1) * count)
-        pads = None if hidden is None else (hidden - own.start).clamp(0, count)
-        seen = [first if number >= most else first[:, :0] for first, most in zip(sinks, bares, strict=True)]
-        parts = (again[:, :, own], q[:, :, own], k[:, :, own], seen)
-        copied = None if copies is None else copies[:, :, own]
-        result.append(_one_chunk(*parts, scale, pads, copied, best_shares or _best_shares))
+        pads = [0] * len(q) if hidden is None else (hidden - own.start).clamp(0, count).tolist()
+        scores = torch.zeros(*k.shape[:2], count, device=k.device)
+        for row, pad in enumerate(pads):
+            asked, read, keys = (x[row, :, own][:, pad:] for x in (again, q, k))
+            copied, sums = (x if x is None else x[row, :, own][:, pad:] for x in (copies, known))
+            first = sinks[row] if number >= bares[row] else sinks[row, :, :0]
+            scores[row, :, pad:] = scored(asked, read, keys, copied, sums, first, scale)
+        result.append(scores)
     return result[0] if chunks == 1 else torch.cat(result, 2)
 
 
-def _one_chunk(
-    again: Tensor, q: Tensor, k: Tensor, sinks: list[Tensor], scale: float, hidden: Tensor | None,
-    copies: Tensor | None, best_shares: BestShares,
-) -> Tensor:  # fmt: skip
-    heads, copies = k.shape[1], k if copies is None else copies
-    scores = torch.zeros(k.shape[:3], device=k.device)
-    for row, pad in enumerate([0] * len(k) if hidden is None else hidden.tolist()):
-        asked = [x[row, :, pad:].float().unflatten(0, (heads, -1)) * scale for x in (again, q)]  # [H, G, n, D]
-        for head in range(heads):
-            first, copied = (x[row, head, pad:].float().mT.contiguous() for x in (k, copies))  # [D, n]
-            before = sinks[row][head].float().mT  # [D, E]
-            scores[row, head, pad:] = _scores(asked[0][head], asked[1][head], first, copied, before, best_shares)
-    return scores
+def _scores_of_row(
+    again: Tensor, q: Tensor, k: Tensor, copies: Tensor | None, known: Tensor | None, sinks: Tensor, scale: float
+) -> Tensor:  # [H, n]
+    """Of one chunk without padding: queries [Hq, n, D], keys [H, n, D], known [Hq, n], sinks [H, E, D]."""
+    asked = [x.float().unflatten(0, (len(k), -1)) * scale for x in (again, q)]  # [H, G, n, D]
+    text, read, before = (x.float().mT.contiguous() for x in (k, k if copies is None else copies, sinks))
+    sums = [None] * len(k) if known is None else known.float().unflatten(0, (len(k), -1)).unbind()  # of [G, n]
+    return torch.stack([_scores(*parts) for parts in zip(*asked, text, read, before, sums, strict=True)])
 
 
-def _scores(
-    again: Tensor, q: Tensor, k: Tensor, copies: Tensor, sinks: Tensor, best_shares: BestShares
-) -> Tensor:  # [n]
+def _scores(again: Tensor, q: Tensor, k: Tensor, copies: Tensor, sinks: Tensor, known: Tensor | None) -> Tensor:  # [n]
     """Of one KV head without padding: queries [G, n, D], keys [D, n], sinks [D, E]."""
     group, count = q.shape[:2]
     best = torch.zeros(count, device=q.device)
@@ -55,7 +51,11 @@ def _scores(
     for start in range(0, count, block):
         stop = min(start + block, count)
         rotated, first = (x[:, start:stop].flatten(0, 1) for x in (again, q))  # [G m, D]
-        best = best_shares(best, rotated @ k, first @ copies[:, :stop], rotated @ sinks, group, start)
+        copy, others = first @ copies[:, :stop], rotated @ sinks
+        if known is not None:
+            # A sum that is known is one more sink.
+            copy, others = copy[:, :0], torch.cat([others, known[:, start:stop].reshape(-1, 1)], 1)
+        best = _best_shares(best, rotated @ k, copy, others, group, start)
     return best
 
 
@@ -67,9 +67,9 @@ def _best_shares(best: Tensor, a: Tensor, b: Tensor, c: Tensor, group: int, star
     rows = len(a) // group
     later = torch.full((rows, rows), float("-inf"), device=a.device).triu_(1)
     # Tokens of the copy that are not read yet; a mask of all of them would take longer than the product.
-    b.view(group, rows, -1)[:, :, start:] += later
-    top = torch.maximum(a.amax(-1, keepdim=True), b.amax(-1, keepdim=True))
-    top = torch.maximum(top, c.amax(-1, keepdim=True)) if c.shape[1] else top
+    if b.shape[1]:
+        b.view(group, rows, -1)[:, :, start:] += later
+    top = torch.cat([x.amax(-1, keepdim=True) for x in (a, b, c) if x.shape[1]], 1).amax(1, keepdim=True)
     total = torch.zeros_like(top)
     for logits in (a, b, c):
         total += logits.sub_(top).exp_().sum(-1, keepdim=True)

@@ -46,9 +46,8 @@ static Sum exponentiate(float *terms, const float *logits, const float *weights,
     Integers wrong = {0};
     for (int64_t i = 0; i < whole; i += LANES) {
         const Lanes x = load(terms + i);
-        const Integers more = x > top;
         wrong |= (x != x) | (x == INFINITY);
-        top = (Lanes)(((Integers)x & more) | ((Integers)top & ~more));
+        top = largest(x, top);
     }
     for (int i = 0; i < LANES; i++) origin = wrong[i] ? NAN : top[i] > origin ? top[i] : origin;
     if (isnan(origin)) return (Sum){NAN, NAN};

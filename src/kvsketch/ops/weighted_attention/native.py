@@ -8,14 +8,12 @@ Legend: see the package docstring.
 from __future__ import annotations
 
 import ctypes
-import functools
-from concurrent.futures import ThreadPoolExecutor
 
 import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.native import LANES, address, fits, on_cpu, program
+from kvsketch.ops.common.native import LANES, address, divide, fits, on_cpu, program
 from kvsketch.ops.weighted_attention import Arguments, Attended
 
 MOST_ROWS = 32  # queries of one KV head: more of them are one large product
@@ -89,7 +87,9 @@ def weighted_attention(call: Arguments) -> Attended:
         sums[1].data_ptr(), logits.data_ptr(), terms.data_ptr(),
     )  # fmt: skip
     read = rows * sizes.value_size * (heads * sizes.slots if ragged is None else ragged.total)
-    _run(native, heads, min(torch.get_num_threads(), heads, 1 + read // ALONE))
+    attend, address_of = program("kvsketch_attend"), ctypes.addressof(native)
+    threads = min(torch.get_num_threads(), 1 + read // ALONE)
+    divide(lambda begin, end: attend(address_of, begin, end), heads, threads)
     return Attended(out.to(call.q.dtype), sums[0], sums[1], logits if call.return_logits else None)
 
 
@@ -101,18 +101,3 @@ def _part(part: Tensor | CodedSlots) -> Part:
     exact = (part.exact.data_ptr(), part.exact_at.data_ptr(), part.exact_at.shape[-1])
     near = (part.steps.data_ptr(), part.center.data_ptr(), *exact, part.codec.rotation(data.device).data_ptr())
     return Part(part.codec.size, part.codec.bits, data.data_ptr(), *strides, *near)
-
-
-def _run(native: Call, heads: int, threads: int) -> None:
-    attend, call = program("kvsketch_attend"), ctypes.addressof(native)
-    if threads == 1:
-        attend(call, 0, heads)
-        return
-    bounds = [heads * i // threads for i in range(threads + 1)]
-    # ctypes lets other threads run meanwhile.
-    list(_pool(threads).map(lambda i: attend(call, bounds[i], bounds[i + 1]), range(threads)))
-
-
-@functools.cache
-def _pool(threads: int) -> ThreadPoolExecutor:
-    return ThreadPoolExecutor(threads, "kvsketch-attention")
