@@ -78,8 +78,8 @@ class PerplexityOptions(ExperimentOptions):
 class Perplexity(experiment.Experiment):
     """Deviation of perplexity from the full cache by position."""
 
-    name, metric, form, by = "perplexity", "deviation", "+.3f", "position"
-    columns = f"-log p, full=full_nll:.3f | {experiment.Experiment.columns}"
+    name, metric, form, by = "perplexity", "deviation", "+.2f", "position"
+    columns = "full nll=full_nll:.2f | stored=tokens_stored:,.0f"
     options: PerplexityOptions
 
     def __init__(self, options: PerplexityOptions) -> None:

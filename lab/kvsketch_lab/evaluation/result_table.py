@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 Data = dict[str, Any]
 LAYER = ("layer",)
 MOST_VALUES = 6  # of a number that have a column each
+MOST_INTERVALS = 4  # columns whose values have room for their intervals
 
 
 def table(of: Experiment, data: Sequence[Data]) -> Table:
@@ -28,7 +29,7 @@ def table(of: Experiment, data: Sequence[Data]) -> Table:
     known = sorted({each[of.by] for each in data if of.by in each}) if of.by else []
     known = evenly(known, MOST_VALUES) if known and isinstance(known[0], int) else known
     values, shown = known if len(known) > 1 else [], columns.parse(of.columns)
-    numbers = [*(f"{of.by} {value}" for value in values), of.metric, "samples", "failed", *(c.heading for c in shown)]
+    numbers = [*(f"{of.by}\n{value}" for value in values), of.metric, "samples", "failed", *(c.heading for c in shown)]
     result = Table(title=of.name)
     for name in (*of.rows, *numbers):
         result.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
@@ -38,7 +39,8 @@ def table(of: Experiment, data: Sequence[Data]) -> Table:
         parts = [[each for each in right if each[of.by] == value] for value in values]
         counts = str(len(right)), str(len(cells) - len(right))
         means = _means(right)
-        result.add_row(*key, *(_text(of, part) for part in (*parts, right)), *counts, *(c.of(means) for c in shown))
+        texts = [*(_text(of, part, len(values) <= MOST_INTERVALS) for part in parts), _text(of, right)]
+        result.add_row(*key, *texts, *counts, *(c.of(means) for c in shown))
     return result
 
 
@@ -47,8 +49,11 @@ def evenly(items: Sequence[Any], most: int) -> list[Any]:
     return list(items) if len(items) <= most else [items[(len(items) - 1) * at // (most - 1)] for at in range(most)]
 
 
-def _text(of: Experiment, data: Sequence[Data]) -> str:
-    return interval_text(of.estimate(data), of.form) if data else "-"
+def _text(of: Experiment, data: Sequence[Data], interval: bool = True) -> str:
+    if not data:
+        return "-"
+    estimate = of.estimate(data)
+    return interval_text(estimate, of.form) if interval else format(estimate.value, of.form)
 
 
 def _grouped(data: Iterable[Data], names: Sequence[str]) -> dict[tuple[str, ...], list[Data]]:
