@@ -147,7 +147,10 @@ class Agent:
         logits = prefill(self.model, torch.tensor([ids[known:]], device=device), cache)
         self.prefilled += len(ids) - known
         if self.shares:
-            spans, whole = finished_spans(self.template, messages, [agent_runs.TOOL]), torch.tensor([ids], device=device)
+            spans, whole = (
+                finished_spans(self.template, messages, [agent_runs.TOOL]),
+                torch.tensor([ids], device=device),
+            )
             self.prefilled += cache.compact(spans, self.shares, self.model, whole)
         held = cache.device_bytes, cache.tokens_seen
         said: list[int] = []
