@@ -54,7 +54,7 @@ def usage(answer: Answer) -> CompletionUsage:
     return CompletionUsage(
         prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
         prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), **_own_usage(answer),
-    )  # type: ignore[call-arg]  # fmt: skip
+    )  # fmt: skip
 
 
 def _own_usage(answer: Answer) -> dict[str, Any]:
@@ -227,7 +227,7 @@ class ResponseForm:
 
     def _open_message(self, answer: Answer) -> list[str]:
         number = f"_{len(self._items)}" if self._items else ""
-        item = {
+        item: dict[str, Any] = {
             "id": answer.id.replace("resp_", "msg_") + number, "type": "message", "role": "assistant",
             "status": "in_progress", "content": [],
         }  # fmt: skip
