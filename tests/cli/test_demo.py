@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 import kvsketch
 from kvsketch import models
 from kvsketch.cli import app
-from kvsketch.cli.compare import summary
+from kvsketch.cli.compare import _ten_questions, summary
 from kvsketch.cli.picture import draw, spread
 from kvsketch.compare import answers, budgets, questions
 from kvsketch.compare.shared_prefill import shared_prefill
@@ -89,6 +89,11 @@ def test_ten_codes_are_hidden_in_a_text(tiny: tuple[Any, Any]) -> None:
     assert document != texts.codes_document(tokenizer, 2000, seed=4, text=text)
     with pytest.raises(ValueError, match="2 sentences of the text beside ten codes; use more tokens, or a longer"):
         texts.codes_document(tokenizer, 2000, text="One. Two.")
+
+
+def test_too_few_tokens_are_told_as_they_were_given(tiny: tuple[Any, Any]) -> None:
+    with pytest.raises(ValueError, match=r"--tokens 400 less 100 .*: 300 tokens hold .* or --no-questions"):
+        _ten_questions(*tiny, 400, 1, "One. Two.")
 
 
 def test_questions_are_counted_by_their_codes(tiny: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:

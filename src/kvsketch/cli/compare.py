@@ -152,7 +152,11 @@ def _ten_questions(model: Any, tokenizer: Any, tokens: int, seed: int, text: str
     from kvsketch.compare.questions import ask_all
     from kvsketch.models import texts
 
-    hidden = texts.codes_document(tokenizer, tokens - CHAT, seed, text)
+    try:
+        hidden = texts.codes_document(tokenizer, tokens - CHAT, seed, text)
+    except ValueError as error:
+        told = f"--tokens {tokens} less {CHAT} for a question: {error}, or --no-questions"
+        raise ValueError(told) from None
     return with_progress(ask_all(model, tokenizer, hidden.text, hidden.codes, ASKED), ASKED)
 
 
