@@ -51,3 +51,13 @@ def test_the_picture_has_a_curve_for_each_way() -> None:
     assert held == [[3, 6, 9, 12], [1, 2, 3, 4], [0.6, 1.2, 1.8, 2.4]]
     assert read[0] == [0.5, 0.6, 0.7, 0.8] and right[0] == [1.0, 0.75, 2.5 / 3, 0.875]
     assert agents.picture([]) is None and agents.tables([]) == ""
+
+
+def test_the_model_with_the_longest_runs_comes_first_and_is_drawn() -> None:
+    short = run("full", 0, 2, 9.0, [1, 1], model="other")
+    assert (
+        list(agents.longest([short, *RUNS]))
+        == list(agents.longest([*RUNS, short]))
+        == ["m (float32)", "other (float32)"]
+    )
+    assert len(agents.picture([short, *RUNS]).axes[0].lines) == 3

@@ -21,13 +21,13 @@ HEADS = (
 
 
 def longest(records: Sequence[Record]) -> dict[str, list[Data]]:
-    """The measurements of the longest runs of each model, by how a run is held."""
+    """The measurements of the longest runs of each model; the model with the longest comes first."""
     known = [each["data"] for each in latest(records) if each["kind"] == "agents" and FAILED not in each["data"]]
     result: dict[str, list[Data]] = {}
     for model in dict.fromkeys(map(model_name, known)):
         own = [data for data in known if model_name(data) == model]
         result[model] = [data for data in own if data["turns"] == max(each["turns"] for each in own)]
-    return result
+    return dict(sorted(result.items(), key=lambda item: -item[1][0]["turns"]))
 
 
 def ways(measured: Sequence[Data]) -> dict[str, list[Data]]:
