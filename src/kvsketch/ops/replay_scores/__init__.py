@@ -42,6 +42,5 @@ def replay_scores(
     if chunks < 1 or q.shape[2] % chunks:
         raise ValueError(f"{q.shape[2]} tokens do not make {chunks} equal chunks.")
     made = implementation("replay_scores", q.device, q, k)
-    sums = () if known is None or q.is_cuda else (known,)
-    scores: Tensor = made.replay_scores(again, q, k, sinks, scale, chunks, bare, hidden, copies, *sums)
+    scores: Tensor = made.replay_scores(again, q, k, sinks, scale, chunks, bare, hidden, copies, known)
     return scores

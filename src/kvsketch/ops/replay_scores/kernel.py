@@ -49,9 +49,10 @@ def launches_for(k: Tensor, count: int) -> tuple[ReplayLaunch, ReplayLaunch]:
 
 def replay_scores(
     again: Tensor, q: Tensor, k: Tensor, sinks: Tensor, scale: float, chunks: int, bare: int | Tensor,
-    hidden: Tensor | None, copies: Tensor | None, launches: tuple[ReplayLaunch, ReplayLaunch] | None = None,
+    hidden: Tensor | None, copies: Tensor | None, known: Tensor | None = None,
+    launches: tuple[ReplayLaunch, ReplayLaunch] | None = None,
 ) -> Tensor:  # fmt: skip
-    """See `kvsketch.ops.replay_scores`; `launches` overrides the launch sizes of the two kernels."""
+    """See `kvsketch.ops.replay_scores`; `known` is not read, `launches` overrides the launch sizes of the kernels."""
     copied = k if copies is None else copies.to(k.dtype)
     again, q, k, copied = (aligned(tensor) for tensor in (again.to(k.dtype), q, k, copied))
     sinks = dense_last(sinks)
