@@ -130,7 +130,8 @@ def of_papers() -> Iterator[tuple[Cell, str]]:
     for paper in papers.index(docs.Numbers(ROOT)):
         page = (ROOT / "docs" / "papers" / f"{paper.name}.md").read_text(encoding="utf-8").splitlines()
         for claim in paper.claims:
-            shown = [text for text in page if text.startswith(f"| **{claim.at}**: {claim.says} |")]
+            claimed = f"| **{claim.at}**: {claim.says} "
+            shown = [text.removeprefix(claimed) for text in page if text.startswith(f"{claimed}|")]
             for name, wanted in claim.ours.items() if len(shown) == 1 and not claim.brief else ():
                 where = wanted.where
                 if wanted.kind in ("lines", "perplexity") and (number := _after(name, shown[0])):

@@ -28,9 +28,10 @@ def kept_attention(
     a, outputs = torch.empty(count, asked, most), torch.empty(count, asked, v.shape[2])
     mass = torch.empty(count, asked)
     block = max(1, MAX_LOGITS // max(1, k.shape[1]))
+    covered = [False] * count if hidden is None else hidden.any(1).tolist()
     for number in range(count):
         keys, own = k[number].float().T, None if held is None else held[number].float().T
-        unseen = None if hidden is None or not hidden[number].any() else hidden[number]
+        unseen = hidden[number] if hidden is not None and covered[number] else None
         for start in range(0, asked, block):
             part = slice(start, min(start + block, asked))
             logits, to = q[number, part] @ keys, a[number, part]  # [m, C], [m, K]
