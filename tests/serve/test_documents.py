@@ -19,6 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
 from kvsketch.decode.asking import document_ids
+from kvsketch.serve import documents
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
@@ -218,6 +219,19 @@ def test_a_lock_that_is_a_link_is_not_followed(opened: Any, tmp_path: Path) -> N
     (folder / ".locks" / number).unlink(missing_ok=True)
     (folder / ".locks" / number).symlink_to(elsewhere)
     assert store.wait(store.add(TEXT).id).status == "ready" and elsewhere.read_text() == "kept"
+
+
+def test_a_document_may_be_deleted_and_sent_again_before_its_reading_has_ended(
+    opened: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is ready when its file is there; the thread that has read it comes to its end a little later."""
+    goes_on, store = threading.Event(), opened()
+    monkeypatch.setattr(documents.log, "info", lambda *words: goes_on.wait(60))
+    number = store.wait(store.add(TEXT).id).id
+    store.delete(number)
+    assert store.add(TEXT).status == "waiting"
+    goes_on.set()
+    assert store.wait(number).status == "ready" and store.wait(store.add(TEXT + " More.").id).status == "ready"
 
 
 def test_a_full_disk_leaves_nothing_half_made(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ class DocumentStore:
         if identity != self.identity:
             return replace(document, status="other_model", error=self._other(number, identity))
         reading = self._reading.get(number)
-        if document.status == "ready" or reading is None:
+        if document.status == "ready" or reading is None or reading.cancelled:
             return document
         status: Status = "failed" if reading.error else "waiting" if reading.cache is None else "reading"
         return replace(document, status=status, tokens_read=reading.tokens_read, error=reading.error)
@@ -299,8 +299,7 @@ class DocumentStore:
                     raise Full(f"{MOST_WAITING} documents wait to be read")
                 document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
                 self._create(document, chosen, text)
-            result = self.get(number)
-            if result.status in ("waiting", "failed"):
+            if self.get(number).status in ("waiting", "failed"):
                 self._start(number)
         return self.get(number)
 
@@ -389,21 +388,29 @@ class DocumentStore:
 
     def _work(self) -> None:
         while (number := self._queue.get()) is not None and not self._closed.is_set():
+            if (reading := self._reading.get(number)) is None:
+                continue
             try:
                 with self._alone(number):
                     if self.get(number).status != "ready":
-                        self._read(number)
-                self._reading.pop(number, None)
+                        self._read(number, reading)
+                self._end(number, reading)
             except Timeout:
                 # Another process reads it, or has died meanwhile.
                 later = threading.Timer(LOOK_AGAIN, self._queue.put, [number])
                 later.daemon = True
                 later.start()
             except (GivenUp, Unknown, FileNotFoundError):
-                self._reading.pop(number, None)
+                self._end(number, reading)
             except Exception as error:  # one bad document must not end the thread that reads the others
                 log.exception("document %s could not be read", number)
-                self._reading[number].error = f"{type(error).__name__}: {error}"
+                reading.error = f"{type(error).__name__}: {error}"
+
+    def _end(self, number: str, reading: _Reading) -> None:
+        """Forgets a reading; one that has begun meanwhile, of a document that was deleted and sent again, stays."""
+        with self._lock:
+            if self._reading.get(number) is reading:
+                del self._reading[number]
 
     def _alone(self, number: str) -> FileLock:
         """Held by the process that reads a document."""
@@ -415,8 +422,8 @@ class DocumentStore:
             path.unlink()
         return path
 
-    def _read(self, number: str) -> None:
-        path, reading, start = self._path(number), self._reading[number], time.perf_counter()
+    def _read(self, number: str, reading: _Reading) -> None:
+        path, start = self._path(number), time.perf_counter()
         method = parse_method(str(read_json(path / "document.json")["recipe"]), importing=False)
         cache = WatchedCache(self.model, method, **self._options)
 
