@@ -8,6 +8,8 @@ Hypothesis tries the same inputs in every run; KVSKETCH_FUZZ asks for so many ne
 KVSKETCH_NAN=1 fills memory that nobody has written with NaN, or with the largest number of its type: a test that reads
 it then fails on every machine. torch does so in its deterministic mode only. Operations without a deterministic kind
 warn there and run as ever.
+
+Files whose few tests take minutes come first, so that no process works on them alone at the end.
 """
 
 import contextlib
@@ -16,6 +18,12 @@ from typing import Any
 
 import torch
 from hypothesis import settings
+
+LONGEST = ("test_compile.py",)
+
+
+def pytest_collection_modifyitems(items: list[Any]) -> None:
+    items.sort(key=lambda item: item.path.name not in LONGEST)
 
 
 def replace_the_language_once_per_launch() -> None:
