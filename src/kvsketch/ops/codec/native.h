@@ -5,7 +5,7 @@
 typedef struct {
     int64_t size;
     int64_t bits;
-    const float *integers; /* [D, D], T transposed */
+    const float *signs; /* [D] */
     float unit, norm;
 } Codec;
 
@@ -33,6 +33,32 @@ static inline float power_of_two(int32_t exponent) {
     return x;
 }
 
+/* T x but for the signs, in place: a Hadamard matrix for each block of p channels, then m I - 2 11' for the m blocks.
+   It is symmetric: T' x is the same, and the signs come last. Of integers it is exact, for no sum is larger than T x
+   may be, but for 2 11', which is even. */
+static inline void rotate(float *x, int64_t size) {
+    const int64_t block = size & -size, blocks = size / block;
+    for (int64_t d = 0; d < size; d += 4) {
+        const float a = x[d] + x[d + 1], b = x[d] - x[d + 1], c = x[d + 2] + x[d + 3], e = x[d + 2] - x[d + 3];
+        x[d] = a + c, x[d + 1] = b + e, x[d + 2] = a - c, x[d + 3] = b - e;
+    }
+    for (int64_t width = 4; width < block; width *= 2)
+        for (int64_t from = 0; from < size; from += 2 * width)
+            for (int64_t d = from; d < from + width; d += 4) {
+                Four a, b;
+                memcpy(&a, x + d, sizeof a);
+                memcpy(&b, x + d + width, sizeof b);
+                const Four sum = a + b, difference = a - b;
+                memcpy(x + d, &sum, sizeof sum);
+                memcpy(x + d + width, &difference, sizeof difference);
+            }
+    for (int64_t d = 0; d < block && blocks > 1; d++) {
+        float sum = 0;
+        for (int64_t from = d; from < size; from += block) sum += x[from];
+        for (int64_t from = d; from < size; from += block) x[from] = blocks * x[from] - 2 * sum;
+    }
+}
+
 static inline void encode_one(const Codec *codec, const float *x, const float *center, uint8_t *codes, _Float16 *step) {
     const int64_t size = codec->size;
     const int top = (1 << codec->bits) - 1;
@@ -53,13 +79,9 @@ static inline void encode_one(const Codec *codec, const float *x, const float *c
     for (int64_t d = 0; d < size; d++) {
         n[d] = finite ? rintf(n[d] * up) : 0.0f;
         squares += (double)n[d] * n[d];
+        y[d] = n[d] * codec->signs[d];
     }
-    for (int64_t c = 0; c < size; c += BLOCK) {
-        Lanes sums[PARTS] = {0};
-        for (int64_t d = 0; d < size; d++)
-            for (int i = 0; i < PARTS; i++) sums[i] += load(codec->integers + d * size + c + i * LANES) * all(n[d]);
-        for (int i = 0; i < PARTS; i++) store(y + c + i * LANES, sums[i]);
-    }
+    rotate(y, size);
     float first = codec->unit * sqrtf((float)squares);
     first = 1.0f / (first > 0 ? first : 1.0f);
     for (int64_t d = 0; d < size; d++) {

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded
 from kvsketch.ops.codec.reference import decode
-from kvsketch.ops.common.native import address, fits, program
+from kvsketch.ops.common.native import fits, program
 
 __all__ = ["decode", "encode", "encode_into", "encode_rows", "supported"]
 
@@ -19,7 +19,7 @@ class NativeCodec(ctypes.Structure):
     """`Codec` of native.h."""
 
     _fields_ = [
-        ("size", ctypes.c_int64), ("bits", ctypes.c_int64), ("integers", ctypes.c_void_p),
+        ("size", ctypes.c_int64), ("bits", ctypes.c_int64), ("signs", ctypes.c_void_p),
         ("unit", ctypes.c_float), ("norm", ctypes.c_float),
     ]  # fmt: skip
 
@@ -27,9 +27,9 @@ class NativeCodec(ctypes.Structure):
 @functools.lru_cache(maxsize=64)
 def native_codec(codec: Codec) -> NativeCodec:
     """The codec as the programs read it."""
-    integers = codec.integers(torch.device("cpu")).T.float().contiguous()
-    result = NativeCodec(codec.size, codec.bits, integers.data_ptr(), codec.unit, codec.norm)
-    result.kept = integers  # lives as long as the pointer to it
+    signs = codec.signs(torch.device("cpu"))
+    result = NativeCodec(codec.size, codec.bits, signs.data_ptr(), codec.unit, codec.norm)
+    result.kept = signs  # lives as long as the pointer to it
     return result
 
 
@@ -41,9 +41,13 @@ def supported(codec: Codec, dtype: torch.dtype | None = None) -> bool:
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     """See `kvsketch.ops.codec.encode`."""
     codes = torch.empty(*x.shape[:3], codec.code_bytes, dtype=torch.uint8)
-    coded = Coded(codes, torch.empty(x.shape[:3], dtype=STEP_DTYPE))
-    encode_rows(coded, x, center, codec)
-    return coded
+    steps = torch.empty(x.shape[:3], dtype=STEP_DTYPE)
+    x, center = x.float().contiguous(), center.float().contiguous()
+    program("kvsketch_encode")(
+        ctypes.byref(native_codec(codec)), x.data_ptr(), None, center.data_ptr(), steps.numel(), x.shape[2],
+        codes.data_ptr(), codec.code_bytes, steps.data_ptr(), STEP_DTYPE.itemsize, None,
+    )  # fmt: skip
+    return Coded(codes, steps)
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
@@ -53,17 +57,13 @@ def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tenso
     coded.steps.scatter_(2, at, new.steps)
 
 
-def encode_rows(
-    coded: Coded, x: Tensor, center: Tensor | None, codec: Codec, source: Tensor | None = None, at: Tensor | None = None
-) -> None:
-    """Encodes x [B, H, n, D], or the rows `source` of all B H n, to the rows `at` of codes and steps, or in order.
+def encode_rows(held: Tensor, x: Tensor, codec: Codec, source: Tensor, at: Tensor) -> None:
+    """Encodes the rows `source` of x [.., D], without a center, to the rows `at` of held [.., bytes]: code, then step.
 
-    Rows of `coded` are equally far apart in memory. center [B, H, D]; None: 0.
+    All tensors are dense.
     """
-    x, center = x.float().contiguous(), None if center is None else center.float().contiguous()
-    codes, steps = coded
-    rows = x.numel() // codec.size if source is None else source.numel()
+    x, codes, stride = x.float().contiguous(), held.data_ptr(), held.shape[-1]
     program("kvsketch_encode")(
-        ctypes.byref(native_codec(codec)), x.data_ptr(), address(source), address(center), rows, x.shape[2],
-        codes.data_ptr(), codes.stride(-2), steps.data_ptr(), steps.stride(-1) * steps.element_size(), address(at),
+        ctypes.byref(native_codec(codec)), x.data_ptr(), source.data_ptr(), None, len(source), 1,
+        codes, stride, codes + codec.code_bytes, stride, at.data_ptr(),
     )  # fmt: skip

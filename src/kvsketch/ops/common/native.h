@@ -14,6 +14,7 @@
 #define LANES 4
 #endif
 #define PARTS (BLOCK / LANES) /* sums that do not wait for each other */
+#define AT_ONCE 4 /* vectors that one pass over another takes */
 #define MOST 512 /* channels of a vector */
 #define BFLOAT16 16 /* numbers that are stored as they are have 16 or 32 bits */
 #define FLOAT32 32
@@ -31,10 +32,20 @@ static inline void store(float *x, Lanes lanes) { memcpy(x, &lanes, sizeof lanes
 
 static inline Lanes all(float x) { return x - (Lanes){0}; }
 
+typedef float Four __attribute__((vector_size(16)));
+
+/* The second half is added to the first, and so on: the same sum whatever the processor. No loop, so that it stays in
+   registers. */
 static inline float sum_of(Lanes x) {
-    for (int width = LANES / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) x[i] += x[i + width];
-    return x[0];
+    Four quarters[LANES / 4];
+    memcpy(quarters, &x, sizeof x);
+    Four sum = quarters[0];
+#if LANES == 8
+    sum += quarters[1];
+#elif LANES == 16
+    sum = (sum + quarters[2]) + (quarters[1] + quarters[3]);
+#endif
+    return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
 static inline Lanes largest(Lanes a, Lanes b) {
@@ -42,18 +53,43 @@ static inline Lanes largest(Lanes a, Lanes b) {
     return (Lanes)(((Integers)a & more) | ((Integers)b & ~more));
 }
 
+/* As in sum_of. */
+static inline float sum_of_parts(const Lanes *parts) {
+#if PARTS == 4
+    return sum_of((parts[0] + parts[2]) + (parts[1] + parts[3]));
+#elif PARTS == 2
+    return sum_of(parts[0] + parts[1]);
+#else
+    return sum_of(parts[0]);
+#endif
+}
+
 static inline float dot(const float *a, const float *b, int64_t size) {
     Lanes sums[PARTS] = {0};
     for (int64_t d = 0; d < size; d += BLOCK)
         for (int i = 0; i < PARTS; i++) sums[i] += load(a + d + i * LANES) * load(b + d + i * LANES);
-    /* Halves, as in sum_of: the same sums whatever the processor. */
-    for (int width = PARTS / 2; width; width /= 2)
-        for (int i = 0; i < width; i++) sums[i] += sums[i + width];
-    return sum_of(sums[0]);
+    return sum_of_parts(sums);
+}
+
+/* to[j] = dot(a, b[j]) */
+static inline void dots(float *to, const float *a, const float *const b[AT_ONCE], int64_t size) {
+    Lanes sums[AT_ONCE][PARTS] = {0};
+    for (int64_t d = 0; d < size; d += BLOCK)
+        for (int i = 0; i < PARTS; i++)
+            for (int j = 0; j < AT_ONCE; j++) sums[j][i] += load(a + d + i * LANES) * load(b[j] + d + i * LANES);
+    for (int j = 0; j < AT_ONCE; j++) to[j] = sum_of_parts(sums[j]);
 }
 
 static inline void add_scaled(float *to, const float *x, float by, int64_t size) {
     for (int64_t d = 0; d < size; d += LANES) store(to + d, load(to + d) + load(x + d) * all(by));
+}
+
+static inline void add_all_scaled(float *to, const float *const x[AT_ONCE], const float by[AT_ONCE], int64_t size) {
+    for (int64_t d = 0; d < size; d += LANES) {
+        Lanes sum = load(to + d);
+        for (int j = 0; j < AT_ONCE; j++) sum += load(x[j] + d) * all(by[j]);
+        store(to + d, sum);
+    }
 }
 
 /* exp(x) for x <= 88; 0 below the normal numbers. */
@@ -88,7 +124,7 @@ static inline Lanes power_of_2(Lanes x) {
 }
 
 /* Levels of a code minus half of their range, as `levels_of` of ops/codec unpacks them. */
-static inline void unpack(float *z, const uint8_t *codes, int64_t size, int bits) {
+static inline void unpack(float *restrict z, const uint8_t *restrict codes, int64_t size, int bits) {
     const float half = ((1 << bits) - 1) * 0.5f;
     if (bits == 8)
         for (int64_t d = 0; d < size; d++) z[d] = codes[d] - half;

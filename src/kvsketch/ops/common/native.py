@@ -119,7 +119,7 @@ def program(name: str) -> Any:
 
 def on_cpu(*tensors: Tensor | None) -> bool:
     """Whether all of them are dense tensors in this machine's memory."""
-    return all(each is None or (each.device.type == "cpu" and each.is_contiguous()) for each in tensors)
+    return all(each is None or (each.is_cpu and each.is_contiguous()) for each in tensors)
 
 
 def divide(work: Callable[[int, int], None], count: int, threads: int) -> None:

@@ -9,6 +9,8 @@ Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, m queries that sta
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from kvsketch.ops.common.tensors import block_size
 BITS = 3
 
 
+@functools.cache
 def codec_of(size: int) -> Codec:
     """How queries of this size are coded."""
     return Codec(BITS, block_size(size))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 from torch import Tensor
 
 from kvsketch.ops.codec.native import encode_rows, supported
-from kvsketch.ops.keep_queries import codec_of, parts, reference
+from kvsketch.ops.keep_queries import codec_of, reference
 
 __all__ = ["keep_queries", "supported"]
 
@@ -19,9 +21,10 @@ def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor 
         return
     token = min(max(int(at), 0), held.shape[2] - 1)
     source, place = _rows(held.shape[1] // heads, heads, query_heads // heads, held.shape[2], token)
-    encode_rows(parts(held), q, None, codec, source, place)
+    encode_rows(held, q, codec, source, place)
 
 
+@functools.lru_cache(maxsize=16)  # the layers of a step ask for the same
 def _rows(kept: int, heads: int, group: int, room: int, token: int) -> tuple[Tensor, Tensor]:
     """Which query heads stay, and where among the rows of all that wait."""
     member = [(token * kept + i) % group for i in range(kept)]

@@ -61,7 +61,8 @@ class Arguments(NamedTuple):
     @property
     def tied(self) -> bool:
         """Whether one sum serves as numerator's and denominator's."""
-        return self.log_num is self.log_den and self.sizes.value_slots == self.sizes.slots
+        sizes = self.sizes
+        return self.log_num is self.log_den and sizes.value_slots == sizes.slots
 
     def by_row(self) -> Arguments:
         """The same call with keys and values row by row, and equal heads, whose lengths are those of the heads."""

@@ -1,4 +1,5 @@
 #include "common/native.h"
+#include "codec/native.h"
 
 /* Keys or values of slots: as they are, or in few bits around a center (ops/codec). */
 typedef struct {
@@ -10,7 +11,7 @@ typedef struct {
     const float *exact;               /* [B, H, E, D] */
     const int32_t *exact_at;          /* [B, H, E] */
     int64_t exact_count;
-    const float *rotation;            /* [D, D] */
+    const Codec *codec;
 } Part;
 
 typedef struct {
@@ -83,24 +84,48 @@ static const char *slots_of(const Part *part, const Call *call, int64_t head, in
 
 static int is_coded(const Part *part) { return part->bits < BFLOAT16; }
 
+/* Vectors from slot i on, and what they are to be multiplied by; behind the last slot it comes again, times 0. */
+typedef struct {
+    const float *vectors[AT_ONCE];
+    float steps[AT_ONCE];
+    int64_t count;
+} Several;
+
+static inline Several several(const Part *part, const char *slots, int64_t first, int64_t i, int64_t count, float *room) {
+    Several result = {.count = count - i < AT_ONCE ? count - i : AT_ONCE};
+    for (int64_t j = 0; j < AT_ONCE; j++) {
+        const int64_t at = i + (j < result.count ? j : result.count - 1);
+        result.vectors[j] = vector_of(part, slots + at * part->slot, room + j * MOST);
+        result.steps[j] = j >= result.count ? 0.0f : is_coded(part) ? (float)part->steps[first + at] : 1.0f;
+    }
+    return result;
+}
+
 static void read_keys(const Call *call, int64_t head, int64_t first, int64_t count) {
     const Part *part = &call->k;
     const int64_t size = part->size;
-    float room[MOST], asked[call->rows * size], around[call->rows];
+    float room[AT_ONCE * MOST], asked[call->rows * size], around[call->rows];
     const float *q = call->q + head * call->rows * size;
     for (int64_t r = 0; r < call->rows; r++) {
         const float *query = q + r * size;
+        float *own = asked + r * size;
         around[r] = is_coded(part) ? call->scale * dot(query, part->center + head * size, size) : 0.0f;
-        for (int64_t d = 0; d < size; d++)
-            asked[r * size + d] = call->scale * (is_coded(part) ? dot(part->rotation + d * size, query, size) : query[d]);
+        for (int64_t d = 0; d < size; d++) own[d] = call->scale * query[d];
+        if (is_coded(part)) {
+            for (int64_t d = 0; d < size; d++) own[d] *= part->codec->norm * 0.5f * part->codec->signs[d];
+            rotate(own, size);
+        }
     }
     const char *slots = slots_of(part, call, head, first);
     float *logits = call->logits + head * call->rows * call->slots;
-    for (int64_t i = 0; i < count; i++) {
-        const float *key = vector_of(part, slots + i * part->slot, room);
-        const float step = is_coded(part) ? (float)part->steps[first + i] : 1.0f;
-        for (int64_t r = 0; r < call->rows; r++)
-            logits[r * call->slots + i] = around[r] + step * dot(asked + r * size, key, size);
+    for (int64_t i = 0; i < count; i += AT_ONCE) {
+        const Several keys = several(part, slots, first, i, count, room);
+        for (int64_t r = 0; r < call->rows; r++) {
+            float products[AT_ONCE];
+            dots(products, asked + r * size, keys.vectors, size);
+            for (int64_t j = 0; j < keys.count; j++)
+                logits[r * call->slots + i + j] = around[r] + keys.steps[j] * products[j];
+        }
     }
     for (int64_t e = 0; e < part->exact_count; e++) {
         const int64_t at = part->exact_at[head * part->exact_count + e];
@@ -116,7 +141,7 @@ static void read_keys(const Call *call, int64_t head, int64_t first, int64_t cou
 static void read_values(const Call *call, int64_t head, int64_t first, int64_t count, const Sum *totals) {
     const Part *part = &call->v;
     const int64_t size = part->size, wide = call->slots + LANES;
-    float room[MOST], sums[call->rows * size];
+    float room[AT_ONCE * MOST], sums[call->rows * size];
     float *terms = call->terms + head * call->rows * wide;
     memset(sums, 0, sizeof sums);
     for (int64_t e = 0; e < part->exact_count; e++) {
@@ -128,21 +153,23 @@ static void read_values(const Call *call, int64_t head, int64_t first, int64_t c
         }
     }
     const char *slots = slots_of(part, call, head, first);
-    for (int64_t i = 0; i < count; i++) {
-        const float *value = vector_of(part, slots + i * part->slot, room);
-        const float step = is_coded(part) ? (float)part->steps[first + i] : 1.0f;
-        for (int64_t r = 0; r < call->rows; r++)
-            add_scaled(sums + r * size, value, step * terms[r * wide + i], size);
+    for (int64_t i = 0; i < count; i += AT_ONCE) {
+        const Several values = several(part, slots, first, i, count, room);
+        for (int64_t r = 0; r < call->rows; r++) {
+            float by[AT_ONCE];
+            for (int64_t j = 0; j < AT_ONCE; j++) by[j] = j < values.count ? values.steps[j] * terms[r * wide + i + j] : 0;
+            add_all_scaled(sums + r * size, values.vectors, by, size);
+        }
     }
     float *out = call->out + head * call->rows * size;
     for (int64_t r = 0; r < call->rows; r++) {
         float *row = out + r * size;
-        if (!is_coded(part)) {
-            memcpy(row, sums + r * size, size * sizeof *row);
-            continue;
-        }
-        for (int64_t d = 0; d < size; d++) row[d] = totals[r].total * part->center[head * size + d];
-        for (int64_t d = 0; d < size; d++) add_scaled(row, part->rotation + d * size, sums[r * size + d], size);
+        memcpy(row, sums + r * size, size * sizeof *row);
+        if (!is_coded(part)) continue;
+        rotate(row, size);
+        for (int64_t d = 0; d < size; d++)
+            row[d] = row[d] * (part->codec->norm * 0.5f * part->codec->signs[d]) +
+                     totals[r].total * part->center[head * size + d];
     }
 }
 

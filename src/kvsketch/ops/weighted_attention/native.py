@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.codec.native import native_codec
 from kvsketch.ops.common.native import LANES, address, divide, fits, on_cpu, program
 from kvsketch.ops.weighted_attention import Arguments, Attended
 
@@ -28,7 +29,7 @@ class Part(ctypes.Structure):
         ("size", ctypes.c_int64), ("bits", ctypes.c_int64), ("data", ctypes.c_void_p), ("row", ctypes.c_int64),
         ("head", ctypes.c_int64), ("slot", ctypes.c_int64), ("steps", ctypes.c_void_p), ("center", ctypes.c_void_p),
         ("exact", ctypes.c_void_p), ("exact_at", ctypes.c_void_p), ("exact_count", ctypes.c_int64),
-        ("rotation", ctypes.c_void_p),
+        ("codec", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def weighted_attention(call: Arguments) -> Attended:
     (batch, query_heads, queries, _), sizes, ragged = call.q.shape, call.sizes, call.ragged
     heads, flat = batch * sizes.kv_heads, (batch, query_heads, queries)
     rows = query_heads // sizes.kv_heads * queries
+    tied = call.tied
     q, lengths = call.q.float().contiguous(), None if call.lengths is None else call.lengths.long()
     sinks = call.sink_logits
     if sinks is not None:
@@ -80,10 +82,10 @@ def weighted_attention(call: Arguments) -> Attended:
     sums, terms = torch.empty(2, *flat), torch.empty(heads * rows * (sizes.slots + LANES))
     native = Call(
         sizes.kv_heads, rows, sizes.slots, sizes.value_slots, _part(call.k), _part(call.v), q.data_ptr(),
-        address(call.log_num), address(call.log_den), call.tied, address(sinks),
+        address(call.log_num), address(call.log_den), tied, address(sinks),
         None if ragged is None else ragged.start.data_ptr(),
         address(lengths) if ragged is None else ragged.capacity.data_ptr(),
-        call.scale, -1.0 if call.clip is None or call.tied else call.clip, out.data_ptr(), sums[0].data_ptr(),
+        call.scale, -1.0 if call.clip is None or tied else call.clip, out.data_ptr(), sums[0].data_ptr(),
         sums[1].data_ptr(), logits.data_ptr(), terms.data_ptr(),
     )  # fmt: skip
     read = rows * sizes.value_size * (heads * sizes.slots if ragged is None else ragged.total)
@@ -99,5 +101,5 @@ def _part(part: Tensor | CodedSlots) -> Part:
     if isinstance(part, Tensor):
         return Part(part.shape[-1], PLAIN[part.dtype], data.data_ptr(), *strides, None, None, None, None, 0, None)
     exact = (part.exact.data_ptr(), part.exact_at.data_ptr(), part.exact_at.shape[-1])
-    near = (part.steps.data_ptr(), part.center.data_ptr(), *exact, part.codec.rotation(data.device).data_ptr())
+    near = (part.steps.data_ptr(), part.center.data_ptr(), *exact, ctypes.addressof(native_codec(part.codec)))
     return Part(part.codec.size, part.codec.bits, data.data_ptr(), *strides, *near)
