@@ -7,6 +7,7 @@ What it takes is computed from the shapes of the model and the method's own acco
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -149,21 +150,21 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
         if needed > memory:
             raise ValueError(f"{method}: {_too_much(needed, memory, context)}; {_advice(method, memory, count)}")
         return method
-    least = _least(method, context)
-    low, high = _tokens(least), context
-    needed = count(least)
+    least: Any = _least(method, context)
+    low, needed = int(least.budget.tokens), count(least)
     assert needed is not None
     if needed > memory:
         raise ValueError(
             f"{method}: {_too_much(needed, memory, context)} with budget={low}, which sinks and windows need at least; "
             f"{_advice(least, memory, count)}"
         )
-    while low < high:
-        middle = (low + high + 1) // 2
-        tried = with_budget(method, middle)
+
+    def is_too_large(budget: int) -> bool:
+        tried = with_budget(method, budget)
         held = None if tried is None else count(tried)
-        low, high = (middle, high) if held is not None and held <= memory else (low, middle - 1)
-    result = with_budget(method, low)
+        return held is None or held > memory
+
+    result = with_budget(method, low + bisect(range(low + 1, context + 1), False, key=is_too_large))
     assert result is not None
     return result
 
@@ -178,18 +179,11 @@ def with_budget(method: Method, tokens: int) -> Method | None:
 
 def _least(method: Method, context: int) -> Method:
     """The method with the smallest budget that it takes."""
-    low, high = 1, context
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if with_budget(method, middle) is None else (low, middle)
-    result = with_budget(method, low)
+    refused = bisect(range(1, context), False, key=lambda tokens: with_budget(method, tokens) is not None)
+    result = with_budget(method, 1 + refused)
     if result is None:
         raise ValueError(f"{method}: takes no budget of {context} tokens or fewer; give it smaller sinks and windows")
     return result
-
-
-def _tokens(method: Any) -> int:
-    return int(method.budget.tokens)
 
 
 def _too_much(needed: int, memory: int, context: int) -> str:
