@@ -335,13 +335,6 @@ class DocumentStore:
         self._queue.put(None)
         self._reader.join()
 
-    def wait(self, number: str, timeout: float = 60.0) -> Document:
-        """The document when it is no longer waiting or being read, or as it is after `timeout` seconds."""
-        end = time.monotonic() + timeout
-        while (result := self.get(number)).status in ("waiting", "reading") and time.monotonic() < end:
-            time.sleep(0.02)
-        return result
-
     def _create(self, document: Document, method: Method, text: str) -> None:
         facts = {key: getattr(document, key) for key in FACTS}
         work = self._work_path("new", document.id)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -141,7 +139,7 @@ def _quarter(model: Any) -> int:
 
 
 class Server:
-    """A service behind an address. `run` serves until SIGTERM or SIGINT; `started` serves in a thread, for tests."""
+    """A service behind an address."""
 
     def __init__(
         self,
@@ -181,22 +179,6 @@ class Server:
         log.setLevel(logging.INFO)
         log.addHandler(handler)
         log.propagate = False
-
-    @contextlib.contextmanager
-    def started(self) -> Iterator[str]:
-        """Serves in a thread inside the block; its address."""
-        thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
-        thread.start()
-        try:
-            while not self._server.started and thread.is_alive():
-                thread.join(0.01)
-            yield self.address
-        finally:
-            self.stop()
-            thread.join()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
 
 
 def _usual_patience(service: Service) -> Patience:
