@@ -138,6 +138,7 @@ class BatchedEngine:
     # what any thread may call
 
     def submit(self, request: Request) -> Ticket:
+        """Queues a request. Raises Full when the queue is full, Closed after close, ValueError for what cannot run."""
         ticket = Ticket(request)
         self._require(ticket)
         self._drop_waiting()
@@ -167,6 +168,7 @@ class BatchedEngine:
             )  # fmt: skip
 
     def close(self, drain: bool = True) -> None:
+        """Ends the engine: after all accepted requests with `drain`, else they end as "cancelled". Waits for it."""
         self._schedule.end(drain)
         self._thread.join()
 
