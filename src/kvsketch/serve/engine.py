@@ -254,11 +254,11 @@ class BatchedEngine:
         taken = sum(run.slots for run in runs) + sum(map(self._shared.document_slots, shared.values()))
         if document is not None and (size := self._shared.document_slots(document)):
             slots = self._shared.slots_for(len(request.ids) + request.max_new_tokens)
-            if size + slots <= self._shared.slots:
+            if size + slots <= self._shared.store.slots:
                 more = 0 if id(document) in shared else size
-                return None if taken + more + slots > self._shared.slots else (slots, True)
+                return None if taken + more + slots > self._shared.store.slots else (slots, True)
         slots = self._shared.slots_for(ticket.prompt_tokens + request.max_new_tokens)
-        return None if taken + slots > self._shared.slots else (slots, False)
+        return None if taken + slots > self._shared.store.slots else (slots, False)
 
     def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
         request, known = ticket.request, 0
