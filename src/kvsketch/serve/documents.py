@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import torch
 from filelock import FileLock, Timeout
 
 from kvsketch.cache import interrupted
@@ -98,26 +97,6 @@ class Document:
 
     def public(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class _Turn:
-    """The device while a document is read: between chunks the requests that wait for it go first."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Threads on a CPU need no turns: nothing is recorded there.
-        self.lock: Any = contextlib.nullcontext() if device.type == "cpu" else captured.turn_of(device)
-
-    def __enter__(self) -> _Turn:
-        self.lock.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.lock.__exit__(*error)
-
-    def pass_on(self, _: int) -> None:
-        self.lock.__exit__(None, None, None)
-        time.sleep(0.001)
-        self.lock.__enter__()
 
 
 @dataclass
@@ -428,9 +407,18 @@ class DocumentStore:
 
         cache.watch, reading.cache = watch, cache
         ids = document_ids(self.tokenizer, (path / "text.txt").read_text(encoding="utf-8"))
-        said = repeat_instruction(self.tokenizer)
-        with _Turn(self.model.device) as turn:
-            logits = prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
+        said, device = repeat_instruction(self.tokenizer), self.model.device
+        # Threads on a CPU need no turns: nothing is recorded there.
+        turn: Any = contextlib.nullcontext() if device.type == "cpu" else captured.turn_of(device)
+
+        def pass_on(_: int) -> None:
+            """Between chunks the requests that wait for the device go first."""
+            turn.__exit__(None, None, None)
+            time.sleep(0.001)
+            turn.__enter__()
+
+        with turn:
+            logits = prefill(self.model, ids.to(device), cache, after_chunk=pass_on, instruction=said)
         if not bool(logits.amax().isfinite()):
             raise not_finite("the document", self.model)
         cache.text.open, cache.watch = True, None
