@@ -98,18 +98,16 @@ class Request:
     def __post_init__(self) -> None:
         if not self.ids:
             raise ValueError("ids is empty: a request needs at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.top_k < 2**63:
-            raise ValueError(f"top_k must be 0 (no limit) or a number of tokens below 2^63, not {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be from 0 (no limit) to 1, not {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
+        for name, sound, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", 0 <= self.top_k < 2**63, "0 (no limit) or a number of tokens below 2^63"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (no limit) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)}")
 
 
 @dataclass
