@@ -27,8 +27,12 @@ from kvsketch.slots.codes import MANY, FewBits
 from kvsketch.slots.heads import head_share
 from kvsketch.slots.table import ExactTable, SlotTable
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-FORMS = "a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB, such as 2GB"
+UNITS = {"": 1, "B": 1} | {
+    f"{letter}{rest}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for rest, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+FORMS = "a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 2GB"
 
 
 def stored_bytes(layers: Iterable[Any]) -> int:
@@ -213,18 +217,18 @@ def _with_bits(method: Method, bits: int) -> Method | None:
         return None
 
 
-def parsed(memory: float | str) -> int:
-    """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9."""
+def parsed(memory: float | str, name: str = "memory=") -> int:
+    """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9; ValueError begins with `name`."""
     if isinstance(memory, float) and memory.is_integer():
         memory = int(memory)
     result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     if isinstance(memory, bool) or not isinstance(memory, (int, str)) or result is None:
-        raise ValueError(f"memory={memory!r} is not a size; use {FORMS}")
+        raise ValueError(f"{name}{memory!r} is not a size; use {FORMS}")
     if result[2].upper() not in UNITS:
-        raise ValueError(f"memory={memory!r}: {result[2]} is no unit; use {FORMS}")
+        raise ValueError(f"{name}{memory!r}: {result[2]} is no unit; use {FORMS}")
     size = int(float(result[1]) * UNITS[result[2].upper()])
     if size < 1:
-        raise ValueError(f"memory={memory!r} is nothing; use {FORMS}")
+        raise ValueError(f"{name}{memory!r} is nothing; use {FORMS}")
     return size
 
 
