@@ -236,6 +236,3 @@ def text_of(size: int) -> str:
     """`1.50 GB`."""
     unit, scale = next(((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if size >= s), ("B", 1))
     return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
-
-
-__all__ = ["description", "fitted", "fitted_to", "parsed", "sizes_of", "stored_bytes", "text_of", "with_budget"]
