@@ -363,7 +363,7 @@ class DocumentStore:
             if (reading := self._reading.get(number)) is None:
                 continue
             try:
-                with self._alone(number):
+                with FileLock(self._lock_file(number), timeout=0):
                     if self.get(number).status != "ready":
                         self._read(number, reading)
                 self._end(number, reading)
@@ -384,11 +384,8 @@ class DocumentStore:
             if self._reading.get(number) is reading:
                 del self._reading[number]
 
-    def _alone(self, number: str) -> FileLock:
-        """Held by the process that reads a document."""
-        return FileLock(str(self._lock_file(number)), timeout=0)
-
     def _lock_file(self, number: str) -> Path:
+        """Locked by the process that reads a document."""
         path = self.folder / ".locks" / number
         if path.is_symlink():
             path.unlink()
