@@ -19,6 +19,7 @@ from playwright.sync_api import Page, sync_playwright
 from kvsketch import models
 from kvsketch.models import texts
 from kvsketch.serve.server import Server, start_service
+from tests.helpers.serving import started
 
 PICTURE = Path(__file__).parents[1] / "docs" / "pictures" / "marked_text.png"
 WIDTH, SCALE = 800, 2  # points, and pixels of a point
@@ -31,8 +32,8 @@ def main(model: str, method: str, speech: str, paragraphs: int, out: Path) -> No
     text = "\n\n".join(texts.document(speech).split("\n\n")[:paragraphs])
     with tempfile.TemporaryDirectory() as folder:
         service = start_service(loaded, tokenizer, model, method, folder=Path(folder))
-        with Server(service).started() as address, sync_playwright() as started:
-            browser = started.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
+        with started(Server(service)) as address, sync_playwright() as playwright:
+            browser = playwright.chromium.launch(executable_path=chromium(), args=["--no-sandbox"])
             page = browser.new_page(viewport={"width": WIDTH, "height": 1000}, device_scale_factor=SCALE)
             page.goto(address)
             read(page, text)

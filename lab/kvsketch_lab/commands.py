@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import json
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -97,7 +98,7 @@ def report(
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []
     if folder is None:
-        from kvsketch.cli.methods import TABLE, describe, table_text
+        from kvsketch.cli.methods import TABLE, describe
         from kvsketch.methods import METHODS
         from kvsketch_lab import reference, sizes
         from kvsketch_lab.records import write_whole
@@ -112,3 +113,8 @@ def report(
         remarks().print(remark, markup=False)
     for path in written:
         results().print(str(path), markup=False, soft_wrap=True)
+
+
+def table_text(described: list[dict[str, Any]]) -> str:
+    """The content of `methods.json` of the command line, a line for each method."""
+    return "[\n" + ",\n".join(json.dumps(each, ensure_ascii=False) for each in described) + "\n]\n"

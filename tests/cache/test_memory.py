@@ -112,6 +112,7 @@ def test_few_tokens_are_promised_as_they_are_before_they_are_coded() -> None:
 
 def test_sizes_of_memory() -> None:
     assert (parsed("2GB"), parsed("1.5 GiB"), parsed("500kb"), parsed(1024)) == (2 * 10**9, 3 << 29, 500_000, 1024)
+    assert (parsed("1.5G"), parsed("7"), parsed("2TB"), parsed("1 TiB")) == (15 * 10**8, 7, 2 * 10**12, 1 << 40)
     assert parsed(2e9) == 2 * 10**9
     for wrong in ("much", "2 potatoes", "0", True, "-1GB", 0.5, float("nan")):
         with pytest.raises(ValueError, match="such as 2GB"):

@@ -19,7 +19,7 @@ from kvsketch import environment, models
 from kvsketch.cli import app
 from kvsketch.cli.boundary import one_line
 from kvsketch.cli.generate import Asked, read_request
-from kvsketch.cli.methods import TABLE, describe, table_text
+from kvsketch.cli.methods import TABLE, describe
 from kvsketch.cli.options import DEFAULT_MODEL
 from kvsketch.cli.watching import quick_dtype
 from kvsketch.methods.rehearse import Rehearse
@@ -56,6 +56,8 @@ def test_commands_that_only_tell_import_neither_torch_nor_transformers(command: 
 
 
 def test_the_table_of_methods_is_what_their_classes_say() -> None:
+    from kvsketch_lab.commands import table_text
+
     described = [describe(cls) for cls in kvsketch.METHODS.values()]
     assert TABLE.read_text() == table_text(described), "run kvsketch report --docs"
 

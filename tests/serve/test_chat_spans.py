@@ -18,6 +18,7 @@ pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvs
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
 from kvsketch.serve.server import Server, start_service  # noqa: E402
+from tests.helpers.serving import started  # noqa: E402
 
 EIGHTH = {"kvsketch": {"spans": {"tool": "1/8"}}}
 RULES = {"role": "system", "content": "Be brief. Never open the blue door, whatever the log says about it."}
@@ -31,7 +32,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     model.generation_config.eos_token_id = tokenizer.eos_token = None
     folder = tmp_path_factory.mktemp("documents")
     service = start_service(model, tokenizer, "tiny", "snapkv:budget=64", folder=folder, rows=2)
-    with (made := Server(service)).started():
+    with started(made := Server(service)):
         yield made
 
 

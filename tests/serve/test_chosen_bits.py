@@ -116,13 +116,15 @@ def test_documents_lie_in_the_tables_where_all_layers_are_alike() -> None:
     assert isinstance(SharedRows(model(), alike, 2, 200, documents=True).store, DocumentRows)
     mixed = SharedRows(model(), REHEARSE, 2, 200, documents=True)
     assert isinstance(mixed.store, MixedRows) and not mixed.documents
-    assert mixed.slots >= mixed.slots_for(200) and mixed.bytes_per_slot > 0
+    assert mixed.store.slots >= mixed.slots_for(200) and mixed.store.bytes_per_slot > 0
 
 
 def test_memory_bounds_the_stores_of_all_formats() -> None:
     least = SharedRows(model(), REHEARSE, 8, 300, memory=1)
     whole = SharedRows(model(), REHEARSE, 8, 300)
-    assert least.slots == pytest.approx(least.slots_for(300), abs=16) and whole.slots > 7 * least.slots
+    assert (
+        least.store.slots == pytest.approx(least.slots_for(300), abs=16) and whole.store.slots > 7 * least.store.slots
+    )
     within = (least.device_bytes + whole.device_bytes) // 2
     assert SharedRows(model(), REHEARSE, 8, 300, memory=within).device_bytes <= 1.05 * within
 

@@ -27,6 +27,7 @@ from kvsketch.serve.server import Server, bind, model_name, start_service  # noq
 from kvsketch.serve.service import Answer, Choice  # noqa: E402
 from kvsketch.serve.text import GrowingText, token_bytes, token_text  # noqa: E402
 from kvsketch.serve.tools import Call  # noqa: E402
+from tests.helpers.serving import started  # noqa: E402
 from tests.serve.test_server import call  # noqa: E402
 
 SHARED, APART = "h2o:budget=32:sinks=2:recent=8", "quest"
@@ -49,7 +50,7 @@ def server(
 ) -> Iterator[Server]:
     method, rows = request.param
     service = start_service(*loaded, "tiny", method, folder=tmp_path_factory.mktemp("documents"), queue=8, rows=rows)
-    with (made := Server(service, cors=[ORIGIN])).started():
+    with started(made := Server(service, cors=[ORIGIN])):
         yield made
 
 

@@ -23,6 +23,7 @@ for package in ("starlette", "openai", "prometheus_client", "uvicorn"):
 
 from kvsketch.serve.connections import Patience, _network  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
+from tests.helpers.serving import started  # noqa: E402
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: 127.0.0.1\r\nContent-Type: application/json\r\n"
@@ -43,7 +44,7 @@ def serving(loaded: tuple[Any, Any], tmp_path: Path) -> Iterator[Callable[..., S
         def start(**patience: Any) -> Server:
             service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=1)
             server = Server(service, patience=Patience(**patience), drain=5)
-            stack.enter_context(server.started())
+            stack.enter_context(started(server))
             return server
 
         yield start

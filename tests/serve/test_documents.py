@@ -25,6 +25,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.serve.text import Template
 from tests.helpers import zoo
+from tests.helpers.serving import settled
 from tests.helpers.tiny import save_tiny_model
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
@@ -66,14 +67,14 @@ def test_a_document_on_which_the_model_overflows_is_not_kept(opened: Any, model:
     other.model.embed_tokens.weight.data[tokenizer("~")["input_ids"]] = float("inf")
     for method in (METHOD, f"{METHOD}:bits=4"):
         store = opened(model=other, method=method)
-        spoilt, good = (store.wait(store.add(text).id) for text in (TEXT + "~", TEXT))
+        spoilt, good = (settled(store, store.add(text).id) for text in (TEXT + "~", TEXT))
         assert spoilt.status == "failed" and "not finite" in spoilt.error
         assert good.status == "ready"
 
 
 def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: Any, tokenizer: Any) -> None:
     store = opened()
-    document = store.wait(store.add(TEXT, "harbour.txt").id)
+    document = settled(store, store.add(TEXT, "harbour.txt").id)
     assert (
         document.status == "ready" and document.tokens == document.tokens_read == len(tokenizer(TEXT)["input_ids"]) + 2
     )
@@ -104,10 +105,10 @@ def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: A
 def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model: Any, tokenizer: Any) -> None:
     tokens = document_ids(tokenizer, TEXT).shape[1]
     store = opened(whole_below=tokens + 1)
-    result = store.wait(store.add(TEXT).id)
+    result = settled(store, store.add(TEXT).id)
     assert result.method == "full" and result.tokens_stored == tokens and result.device_bytes == result.full_bytes
     assert store.add(TEXT, method="full").id == result.id, "the same text, the same method: the same document"
-    named = store.wait(store.add(TEXT, method=METHOD).id)
+    named = settled(store, store.add(TEXT, method=METHOD).id)
     assert named.method == METHOD and named.tokens_stored < tokens
     longer = opened(whole_below=tokens, folder=store.folder)
     assert longer.add(TEXT).id == named.id
@@ -121,7 +122,7 @@ def test_a_client_names_no_file_of_the_server(opened: Any) -> None:
 def test_a_document_belongs_to_its_model(opened: Any) -> None:
     number = opened().add(TEXT).id
     other = opened(model=zoo.build("llama", vocab_size=257))
-    assert other.wait(number).status == "other_model"
+    assert settled(other, number).status == "other_model"
     with pytest.raises(ValueError, match="another model: the same shape, but other weights"):
         other.cache(number)
     with pytest.raises(Unknown):
@@ -145,15 +146,15 @@ def test_what_is_being_read_can_be_deleted_and_is_read_again_after_a_stop(opened
     second = store.add(TEXT + "More.")
     go_on.set()
     hook.remove()
-    assert store.wait(second.id).status == "ready" and [each.id for each in store.documents()] == [second.id]
+    assert settled(store, second.id).status == "ready" and [each.id for each in store.documents()] == [second.id]
     # A stop before the end of reading leaves the text: the next process reads it.
     (store.folder / second.id / "cache.kvs").unlink()
-    assert opened().wait(second.id).status == "ready"
+    assert settled(opened(), second.id).status == "ready"
 
 
 def test_facts_of_another_version_hide_no_document(opened: Any, tmp_path: Path) -> None:
     store = opened()
-    document = store.wait(store.add(TEXT).id)
+    document = settled(store, store.add(TEXT).id)
     path = tmp_path / "documents" / document.id / "document.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), "later": 1}))
     assert store.get(document.id) == document
@@ -169,8 +170,8 @@ WRONG: list[Any] = [None, "text", "\ud800", 7, 0.5, float("nan"), True, [], [[1.
 @pytest.mark.parametrize("name", ["document.json", "held.json"])
 def test_a_damaged_file_hides_no_other_document(opened: Any, tmp_path: Path, name: str) -> None:
     store = opened()
-    other = store.wait(store.add(TEXT + "Another.").id)
-    damaged = store.wait(store.add(TEXT).id)
+    other = settled(store, store.add(TEXT + "Another.").id)
+    damaged = settled(store, store.add(TEXT).id)
     path = tmp_path / "documents" / damaged.id / name
     whole = json.loads(path.read_text())
     contents = [json.dumps({**whole, key: value}) for key in whole for value in WRONG]
@@ -184,13 +185,13 @@ def test_a_damaged_file_hides_no_other_document(opened: Any, tmp_path: Path, nam
         [other.id] if name == "document.json" else [other.id, damaged.id]
     )
     # The text sent again makes it whole.
-    assert store.wait(store.add(TEXT).id).status == "ready" and len(store.documents()) == 2
+    assert settled(store, store.add(TEXT).id).status == "ready" and len(store.documents()) == 2
 
 
 @pytest.mark.parametrize("link", ["", "document.json", "text.txt", "cache.kvs"])
 def test_a_link_is_not_followed(opened: Any, tmp_path: Path, link: str) -> None:
     store = opened()
-    document = store.wait(store.add(TEXT).id)
+    document = settled(store, store.add(TEXT).id)
     store.close()
     path, elsewhere = tmp_path / "documents" / document.id / link, tmp_path / "elsewhere"
     path.rename(elsewhere)
@@ -206,19 +207,19 @@ def test_a_link_is_not_followed(opened: Any, tmp_path: Path, link: str) -> None:
             with pytest.raises(Unknown):
                 use(document.id)
     # The text sent again takes the place of the link.
-    assert again.wait(again.add(TEXT).id).status == "ready"
+    assert settled(again, again.add(TEXT).id).status == "ready"
     assert not path.is_symlink() and {each: each.read_bytes() for each in before} == before
 
 
 def test_a_lock_that_is_a_link_is_not_followed(opened: Any, tmp_path: Path) -> None:
     folder, elsewhere = tmp_path / "documents", tmp_path / "elsewhere"
     store = opened()
-    number = store.wait(store.add(TEXT).id).id
+    number = settled(store, store.add(TEXT).id).id
     store.delete(number)
     elsewhere.write_text("kept")
     (folder / ".locks" / number).unlink(missing_ok=True)
     (folder / ".locks" / number).symlink_to(elsewhere)
-    assert store.wait(store.add(TEXT).id).status == "ready" and elsewhere.read_text() == "kept"
+    assert settled(store, store.add(TEXT).id).status == "ready" and elsewhere.read_text() == "kept"
 
 
 def test_a_document_may_be_deleted_and_sent_again_before_its_reading_has_ended(
@@ -227,11 +228,11 @@ def test_a_document_may_be_deleted_and_sent_again_before_its_reading_has_ended(
     """It is ready when its file is there; the thread that has read it comes to its end a little later."""
     goes_on, store = threading.Event(), opened()
     monkeypatch.setattr(documents.log, "info", lambda *words: goes_on.wait(60))
-    number = store.wait(store.add(TEXT).id).id
+    number = settled(store, store.add(TEXT).id).id
     store.delete(number)
     assert store.add(TEXT).status == "waiting"
     goes_on.set()
-    assert store.wait(number).status == "ready" and store.wait(store.add(TEXT + " More.").id).status == "ready"
+    assert settled(store, number).status == "ready" and settled(store, store.add(TEXT + " More.").id).status == "ready"
 
 
 def test_a_full_disk_leaves_nothing_half_made(opened: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -259,7 +260,7 @@ def test_a_full_disk_leaves_nothing_half_made(opened: Any, monkeypatch: pytest.M
         except OSError as error:
             errors.append(error.errno)
         assert [path.name for path in store.folder.iterdir()] == [".locks"]
-    assert len(errors) > 4 and set(errors) == {errno.ENOSPC} and store.wait(document.id).status == "ready"
+    assert len(errors) > 4 and set(errors) == {errno.ENOSPC} and settled(store, document.id).status == "ready"
 
 
 KILLED = """
@@ -268,6 +269,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvsketch.serve.documents import DocumentStore
+from tests.helpers.serving import settled
 
 tiny, folder, text = sys.argv[1:]
 model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny).eval(), AutoTokenizer.from_pretrained(tiny)
@@ -285,7 +287,7 @@ def child(moment):
     for name in ("open", "replace", "mkdir", "fsync", "unlink"):
         setattr(os, name, counting(getattr(os, name)))
     store = DocumentStore(Path(folder) / str(moment), model, tokenizer, "h2o:budget=32:sinks=2:recent=8")
-    status = store.wait(store.add(text).id).status
+    status = settled(store, store.add(text).id).status
     store.close()
     os._exit(0 if status == "ready" else 3)
 
@@ -302,13 +304,15 @@ for moment in range(1, 100, 3):
 def test_a_kill_leaves_no_broken_document(opened: Any, tiny: Path, tmp_path: Path) -> None:
     """Processes are killed in front of system calls that changes files; what they leave is whole or not there."""
     folder = tmp_path / "documents"
-    done = subprocess.run([sys.executable, "-c", KILLED, str(tiny), str(folder), TEXT], capture_output=True, text=True)
+    command = [sys.executable, "-c", KILLED, str(tiny), str(folder), TEXT]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     left = sorted(folder.iterdir())
     assert len(left) > 4
     for each in left:
         store = opened(folder=each)
         for document in store.documents():
-            assert store.wait(document.id).status == "ready" and store.cache(document.id).tokens_seen == document.tokens
+            assert settled(store, document.id).status == "ready"
+            assert store.cache(document.id).tokens_seen == document.tokens
         names = [path.name for path in each.rglob("*")]
         assert not [name for name in names if name.endswith(".tmp") or name.startswith((".new", ".gone"))]

@@ -448,7 +448,7 @@ def test_a_store_for_few_long_rows_takes_more_short_ones(start: Any) -> None:
     method = "rehearse:budget=100%:sinks=2:recent=4:chunk=64"
     engine = start(method, rows=4, longest=2000, prefill="exact", memory=1)
     long, short = (engine._shared.slots_for(tokens) for tokens in (1999, 40))
-    assert long <= engine._shared.slots < 2 * long and 3 * short < engine._shared.slots
+    assert long <= engine._shared.store.slots < 2 * long and 3 * short < engine._shared.store.slots
     together: list[int] = []
     tickets = [engine.submit(Request(prompt(i, 40), 12)) for i in range(3)]
     late = engine.submit(Request(prompt(9, 1900), 2))

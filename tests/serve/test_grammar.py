@@ -22,6 +22,7 @@ openai = pytest.importorskip("openai", reason="not installed: pip install 'kvske
 
 from kvsketch.serve.grammar import Grammars  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
+from tests.helpers.serving import started  # noqa: E402
 
 ASK: Any = [{"role": "user", "content": "How deep is the basin?"}]
 SCHEMA: Any = {
@@ -50,7 +51,7 @@ def client(
     request: pytest.FixtureRequest, loaded: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Any]:
     service = start_service(*loaded, "tiny", request.param, folder=tmp_path_factory.mktemp("documents"), rows=3)
-    with Server(service).started() as address:
+    with started(Server(service)) as address:
         yield openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
 
 

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from tests.helpers.serving import started
 from tests.helpers.tiny import save_tiny_model
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
@@ -38,7 +39,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = save_tiny_model(tmp_path_factory.mktemp("tiny"))
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
     service = start_service(model, tokenizer, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"))
-    with Server(service, api_key="secret").started() as result:
+    with started(Server(service, api_key="secret")) as result:
         yield result
 
 

@@ -27,6 +27,7 @@ openai = pytest.importorskip("openai", reason="not installed: pip install 'kvske
 
 from kvsketch.serve.files import Limits  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
+from tests.helpers.serving import settled, started  # noqa: E402
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
 TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep. " * 4
@@ -62,7 +63,7 @@ def slow(loaded: tuple[Any, Any]) -> Slow:
 def server(loaded: tuple[Any, Any], slow: Slow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"), queue=2, rows=1)
     made = Server(service, largest_body=20_000)
-    with made.started():
+    with started(made):
         yield made
 
 
@@ -178,7 +179,7 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
     status, document, _ = call(server, "POST", "/v1/documents", {"text": TEXT, "name": "harbour.txt"})
     assert status in (200, 202)
     number = document["id"]
-    assert server.service.documents.wait(number).status == "ready"
+    assert settled(server.service.documents, number).status == "ready"
     options: Any = {"messages": ASK, "temperature": 0, "max_tokens": 8}
     asked = client.chat.completions.create(model="tiny", **options, extra_body={"document": number})
     named = client.chat.completions.create(model=f"tiny@{number}", **options)
@@ -193,7 +194,7 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
     assert call(server, "POST", "/v1/documents", FORM % TEXT.encode(), **FORM_TYPE)[1]["id"] == number
     # The full cache's answer beside it: the same text under another method, answered by an engine of its own.
     full = call(server, "POST", "/v1/documents", {"text": TEXT, "method": "full"})[1]["id"]
-    assert server.service.documents.wait(full).status == "ready"
+    assert settled(server.service.documents, full).status == "ready"
     exact = kvsketch.CompressedCache(model, "full")
     kvsketch.read(model, tokenizer, exact, TEXT)
     beside = client.chat.completions.create(model="tiny", **options, extra_body={"document": full})
@@ -305,7 +306,7 @@ def test_no_answer_is_taken_for_something_else(server: Server) -> None:
         assert headers["X-Content-Type-Options"] == "nosniff", path
         assert headers["Cross-Origin-Resource-Policy"] == "same-origin", path
     assert call(server, "GET", "/v1/models", Host="elsewhere")[2]["X-Content-Type-Options"] == "nosniff"
-    server.service.documents.wait(number)
+    settled(server.service.documents, number)
     server.service.documents.delete(number)
 
 
@@ -378,7 +379,7 @@ def test_a_header_that_is_no_address_is_refused(server: Server, name: str, value
 
 def test_a_key_guards_everything_but_health_and_page(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
-    with (made := Server(service, api_key="secret")).started() as address:
+    with started(made := Server(service, api_key="secret")) as address:
         for path, status in (
             ("/health", 200),
             ("/", 200),
@@ -404,9 +405,9 @@ def test_metrics_tell_what_happened(client: Any, server: Server) -> None:
 def test_requests_share_a_step_where_the_method_allows_it(loaded: tuple[Any, Any], tmp_path: Path) -> None:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=3)
     prompts = ["Once", "A longer prompt", "Two", "And a fourth one"]
-    with Server(service).started() as address:
+    with started(Server(service)) as address:
         client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
-        number = service.documents.wait(service.documents.add(TEXT).id).id
+        number = settled(service.documents, service.documents.add(TEXT).id).id
         options: Any = {"temperature": 0, "max_tokens": 8}
         streams = [client.completions.create(model="tiny", prompt=each, stream=True, **options) for each in prompts]
         about = client.chat.completions.create(model=f"tiny@{number}", messages=ASK, **options)
@@ -428,10 +429,10 @@ def test_requests_share_a_step_where_the_method_allows_it(loaded: tuple[Any, Any
 def test_a_short_document_is_kept_whole_and_listed_so(loaded: tuple[Any, Any], tmp_path: Path, rows: int) -> None:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=rows, whole_below=1024)
     model, tokenizer = loaded
-    with (made := Server(service)).started() as address:
+    with started(made := Server(service)) as address:
         client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
         number = call(made, "POST", "/v1/documents", {"text": TEXT})[1]["id"]
-        assert service.documents.wait(number).status == "ready"
+        assert settled(service.documents, number).status == "ready"
         (listed,) = call(made, "GET", "/v1/documents")[1]["data"]
         assert listed["method"] == "full" and listed["device_bytes"] == listed["full_bytes"]
         assert call(made, "GET", "/v1/models")[1]["data"][0]["whole_below"] == 1024
@@ -450,7 +451,7 @@ def test_an_answer_that_takes_too_long_ends_with_an_error(
     """One whose tokens come and do not end, and one whose step hangs; then the server answers as before."""
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=2, answer_seconds=0.5)
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 2000, "temperature": 0}
-    with (made := Server(service)).started():
+    with started(made := Server(service)):
         slow.seconds = seconds
         begun = time.monotonic()
         status, told, _ = call(made, "POST", "/v1/completions", {**body, "stream": stream})
@@ -467,7 +468,7 @@ def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, t
     slow.seconds = 0.01
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
     answers: list[Any] = []
-    with (made := Server(service)).started() as address:
+    with started(made := Server(service)) as address:
         client = openai.OpenAI(base_url=address + "/v1", api_key="none", max_retries=0)
 
         def ask() -> None:
@@ -514,7 +515,7 @@ def test_the_process_that_reads_a_pdf_ends_with_its_client(server: Server, pdf: 
 
 def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
     service, body = start_service(*loaded, "tiny", METHOD, folder=tmp_path), FORM % pdf.pdf(lines=100_000)
-    with (made := Server(service)).started():
+    with started(made := Server(service)):
         raw = half_open(made, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
         assert wait_for(lambda: len(pdf.readers()) == 1)
         start = time.monotonic()
@@ -525,7 +526,7 @@ def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_p
 
 def test_a_pdf_beyond_the_limits_is_refused(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
-    with (made := Server(service, pdf=Limits(pages=3, seconds=30))).started():
+    with started(made := Server(service, pdf=Limits(pages=3, seconds=30))):
         status, answer, _ = call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=4), **FORM_TYPE)
         assert (status, answer["error"]["code"]) == (413, "document_too_large")
         assert "h.pdf is a PDF of more than 3 pages" in answer["error"]["message"]

@@ -215,16 +215,16 @@ class Serve(ShapeBenchmark):
         assert shared is not None
         tail = shared.slots_for(self.question + self.new_tokens)
         return {
-            "document_bytes": shared.bytes_per_slot * shared.document_slots(document),
-            "row_bytes": shared.bytes_per_slot * tail + shared.bytes_beside,
+            "document_bytes": shared.store.bytes_per_slot * shared.document_slots(document),
+            "row_bytes": shared.store.bytes_per_slot * tail + shared.bytes_beside,
             "device_bytes": shared.device_bytes,
         }
 
     def _shared_size(self, method: Method, document: CompressedCache) -> tuple[int, int]:
         """Rows that fit, and the bytes of tables for the document and a tail for each of them."""
         probe = SharedRows(self.built, method, 1, self.longest, documents=True)
-        row = probe.bytes_per_slot * probe.slots_for(self.question + self.new_tokens) + probe.bytes_beside
-        once = probe.bytes_per_slot * probe.document_slots(document)
+        row = probe.store.bytes_per_slot * probe.slots_for(self.question + self.new_tokens) + probe.bytes_beside
+        once = probe.store.bytes_per_slot * probe.document_slots(document)
         del probe
         rows = self.rows
         if self.on.is_gpu:

@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from kvsketch.models.identity import text_sha256
-from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
 from kvsketch_lab.options import option
 

@@ -45,6 +45,11 @@ WIDTH_IN_FILES = 160
 Record = dict[str, Any]
 
 
+def text_sha256(text: str) -> str:
+    """Identity of a text: the first 16 digits of its SHA-256."""
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
 def model_option(default: str) -> Any:
     return option(default, "short name, folder, .gguf file or hub name")
 

@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.models import encode_chat
-from kvsketch.models.identity import text_sha256
 from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import file_hashes, json_lines
-from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
 from kvsketch_lab.options import option
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.models import texts
-from kvsketch.models.identity import text_sha256
 from kvsketch_lab.evaluation import haystack, runner
-from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
 from kvsketch_lab.options import option

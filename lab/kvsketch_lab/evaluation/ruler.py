@@ -28,9 +28,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsketch.models.identity import text_sha256
 from kvsketch_lab.evaluation import haystack, runner
-from kvsketch_lab.evaluation.experiment import Cell
+from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
 from kvsketch_lab.evaluation.paragraphs import Paragraphs, read_paragraphs

@@ -23,9 +23,8 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.models import encode_chat, texts
-from kvsketch.models.identity import text_sha256
 from kvsketch_lab.evaluation import passages, runner
-from kvsketch_lab.evaluation.experiment import FAILED, Cell
+from kvsketch_lab.evaluation.experiment import FAILED, Cell, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
 from kvsketch_lab.options import option
 

@@ -30,21 +30,3 @@ memory.py       bytes that a cache takes, and a budget from bytes
 saving/         caches as checked files
 patches.py      wrappers around functions of other libraries, and how they go
 """
-
-from __future__ import annotations
-
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvsketch.cache.compressed import CompressedCache
-
-__all__ = ["CompressedCache"]
-
-
-def __getattr__(name: str) -> Any:
-    """`CompressedCache` at its first use: who needs one file of the room, such as vLLM's plugin, loads no models."""
-    if name != "CompressedCache":
-        raise AttributeError(f"module 'kvsketch.cache' has no attribute {name!r}")
-    from kvsketch.cache.compressed import CompressedCache
-
-    return CompressedCache

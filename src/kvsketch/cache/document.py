@@ -30,25 +30,26 @@ def joined(
         return ops.join_attention(own, attention_to(table.document, query, scale, softcap))
     members, at = table.document.groups
     queries = query[:, :, 0].index_select(0, members.flatten()).unflatten(0, members.shape)  # [G, n, Hq, D]
-    return ops.join_attention(own, _read(table.document, queries.transpose(1, 2), scale, softcap), at)
+    return ops.join_attention(own, read_rows(table.document, queries.transpose(1, 2), scale, softcap), at)
 
 
 def attention_to(document: SlotTable, query: Tensor, scale: float, softcap: float | None) -> ops.Part:
     """Attention of [B, Hq, n, D] queries to all slots of a document of one row."""
     batch, heads, new, size = query.shape
     if batch == new == 1:
-        return _read(document, query, scale, softcap)
+        return read_rows(document, query, scale, softcap)
     queries = query.transpose(0, 1).reshape(1, heads, batch * new, size)
     if new > 1:
         read = _read_by_many(document, queries, scale, softcap)
     else:
-        parts = [_read(document, part, scale, softcap) for part in queries.split(AT_ONCE, 2)]
+        parts = [read_rows(document, part, scale, softcap) for part in queries.split(AT_ONCE, 2)]
         read = ops.Part(torch.cat([part.out for part in parts], 2), torch.cat([part.log_sum for part in parts], 2))
     out, log_sum = read.out.view(heads, batch, new, -1), read.log_sum.view(heads, batch, new)
     return ops.Part(out.transpose(0, 1), log_sum.transpose(0, 1))
 
 
-def _read(document: SlotTable, queries: Tensor, scale: float, softcap: float | None) -> ops.Part:
+def read_rows(document: SlotTable, queries: Tensor, scale: float, softcap: float | None) -> ops.Part:
+    """Attention of [B, Hq, n, D] queries to the slots of their own rows, as they are stored."""
     keys, values, log_num, log_den, layout = document.as_stored()
     out, (_, log_sum) = ops.weighted_attention(
         queries, keys, values, log_num, log_den, scale, softcap=softcap, ragged=layout, return_state=True

@@ -34,6 +34,7 @@ from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
 
 QUERIES, SCORES = "queries", "scores"
+KEPT = {QUERIES: torch.bfloat16, SCORES: torch.float32}  # in a file
 
 
 @dataclass(frozen=True)
@@ -95,12 +96,8 @@ def save(path: Path, maps: ReplayMap, identity: dict[str, Any]) -> None:
     """Writes the maps of a model (`ModelIdentity.describe`) to a file, in half precision."""
     path.parent.mkdir(parents=True, exist_ok=True)
     parts = {QUERIES: maps.queries, SCORES: maps.scores}
-    tensors = {f"{kind}.{layer}": x.to("cpu", _kept(kind)) for kind, own in parts.items() for layer, x in own.items()}
+    tensors = {f"{kind}.{layer}": x.to("cpu", KEPT[kind]) for kind, own in parts.items() for layer, x in own.items()}
     sealed_file.write(path, tensors, {"model": json.dumps(_of_maps(identity))})
-
-
-def _kept(kind: str) -> torch.dtype:
-    return torch.bfloat16 if kind == QUERIES else torch.float32
 
 
 def _of_maps(identity: dict[str, Any]) -> dict[str, Any]:

@@ -7,6 +7,7 @@ What it takes is computed from the shapes of the model and the method's own acco
 from __future__ import annotations
 
 import re
+from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -26,8 +27,12 @@ from kvsketch.slots.codes import MANY, FewBits
 from kvsketch.slots.heads import head_share
 from kvsketch.slots.table import ExactTable, SlotTable
 
-UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
-FORMS = "a number of bytes, or one with kB, MB, GB, KiB, MiB or GiB, such as 2GB"
+UNITS = {"": 1, "B": 1} | {
+    f"{letter}{rest}": base**power
+    for power, letter in enumerate("KMGT", 1)
+    for rest, base in (("", 1000), ("B", 1000), ("IB", 1024))
+}
+FORMS = "a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 2GB"
 
 
 def stored_bytes(layers: Iterable[Any]) -> int:
@@ -149,21 +154,21 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
         if needed > memory:
             raise ValueError(f"{method}: {_too_much(needed, memory, context)}; {_advice(method, memory, count)}")
         return method
-    least = _least(method, context)
-    low, high = _tokens(least), context
-    needed = count(least)
+    least: Any = _least(method, context)
+    low, needed = int(least.budget.tokens), count(least)
     assert needed is not None
     if needed > memory:
         raise ValueError(
             f"{method}: {_too_much(needed, memory, context)} with budget={low}, which sinks and windows need at least; "
             f"{_advice(least, memory, count)}"
         )
-    while low < high:
-        middle = (low + high + 1) // 2
-        tried = with_budget(method, middle)
+
+    def is_too_large(budget: int) -> bool:
+        tried = with_budget(method, budget)
         held = None if tried is None else count(tried)
-        low, high = (middle, high) if held is not None and held <= memory else (low, middle - 1)
-    result = with_budget(method, low)
+        return held is None or held > memory
+
+    result = with_budget(method, low + bisect(range(low + 1, context + 1), False, key=is_too_large))
     assert result is not None
     return result
 
@@ -178,18 +183,11 @@ def with_budget(method: Method, tokens: int) -> Method | None:
 
 def _least(method: Method, context: int) -> Method:
     """The method with the smallest budget that it takes."""
-    low, high = 1, context
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (middle + 1, high) if with_budget(method, middle) is None else (low, middle)
-    result = with_budget(method, low)
+    refused = bisect(range(1, context), False, key=lambda tokens: with_budget(method, tokens) is not None)
+    result = with_budget(method, 1 + refused)
     if result is None:
         raise ValueError(f"{method}: takes no budget of {context} tokens or fewer; give it smaller sinks and windows")
     return result
-
-
-def _tokens(method: Any) -> int:
-    return int(method.budget.tokens)
 
 
 def _too_much(needed: int, memory: int, context: int) -> str:
@@ -219,18 +217,18 @@ def _with_bits(method: Method, bits: int) -> Method | None:
         return None
 
 
-def parsed(memory: float | str) -> int:
-    """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9."""
+def parsed(memory: float | str, name: str = "memory=") -> int:
+    """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9; ValueError begins with `name`."""
     if isinstance(memory, float) and memory.is_integer():
         memory = int(memory)
     result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
     if isinstance(memory, bool) or not isinstance(memory, (int, str)) or result is None:
-        raise ValueError(f"memory={memory!r} is not a size; use {FORMS}")
+        raise ValueError(f"{name}{memory!r} is not a size; use {FORMS}")
     if result[2].upper() not in UNITS:
-        raise ValueError(f"memory={memory!r}: {result[2]} is no unit; use {FORMS}")
+        raise ValueError(f"{name}{memory!r}: {result[2]} is no unit; use {FORMS}")
     size = int(float(result[1]) * UNITS[result[2].upper()])
     if size < 1:
-        raise ValueError(f"memory={memory!r} is nothing; use {FORMS}")
+        raise ValueError(f"{name}{memory!r} is nothing; use {FORMS}")
     return size
 
 
@@ -238,6 +236,3 @@ def text_of(size: int) -> str:
     """`1.50 GB`."""
     unit, scale = next(((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if size >= s), ("B", 1))
     return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"
-
-
-__all__ = ["description", "fitted", "fitted_to", "parsed", "sizes_of", "stored_bytes", "text_of", "with_budget"]

@@ -7,18 +7,20 @@ Then it is `compare` with a passkey in that text, at equal bytes; an answer is r
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
+import json
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from kvsketch.cli.comparing import cache_size, shortened, show, smallest, with_progress
 from kvsketch.cli.generate import file_text, require_positions
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
-from kvsketch.cli.output import megabytes, remarks, results
+from kvsketch.cli.output import megabytes, print_json, remarks, results
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -32,17 +34,23 @@ OPENING = "The pass key is"  # of the answer to the demo's question
 MOST = 10  # tokens of it
 ASKED = ("full", "rehearse:budget=1/8")  # of the ten questions
 CHAT = 100  # tokens that a chat template, a question and its answer take at most
+LEFT = ("method", "answer")  # columns of text; the others are numbers
 COLUMNS: dict[str, Callable[[Compared], str]] = {
+    "method": lambda row: row.method,
     "stored": lambda row: f"{row.tokens_stored:,}",
-    "cache": cache_size,
+    "cache": lambda row: (
+        megabytes(row.device_bytes) + (f" + {megabytes(row.host_bytes)} host" if row.host_bytes else "")
+    ),
     "seconds": lambda row: f"{row.seconds:.1f}",
     "ms/token": lambda row: f"{row.milliseconds_per_token:.0f}",
     "agreement": lambda row: f"[{'green' if row.right else 'red'}]{row.agreement:.0%}[/]",
     "divergence": lambda row: f"{row.divergence:.4f}",
-    "answer": lambda row: escape(shortened(row.answer, ANSWER_WIDTH)),
+    "answer": lambda row: escape(_shortened(row.answer, ANSWER_WIDTH)),
 }
 MethodsOption = Annotated[str, typer.Option(help="Methods, comma-separated text forms, or all.")]
 BudgetsOption = Annotated[str, typer.Option(help="Budgets, comma-separated: 1/4, 25% or 512.")]
+
+Row = TypeVar("Row")
 
 
 def compare(
@@ -87,9 +95,9 @@ def compare(
         "prompt_tokens": ids.shape[1],
         "refused": refused,
     }
-    title = f"{model}, {file.name}, prompt of {ids.shape[1]:,} tokens: {shortened(question, 80)}"
+    title = f"{model}, {file.name}, prompt of {ids.shape[1]:,} tokens: {_shortened(question, 80)}"
     rows = _rows(loaded, tokenizer, ids, chosen, refused, most=max_new_tokens)
-    show("compare", title, record, rows, COLUMNS, summary(rows), out, as_json, marks=("same answer", "another answer"))
+    _show("compare", title, record, rows, summary(rows), out, as_json, marks=("same answer", "another answer"))
 
 
 def demo(
@@ -144,7 +152,7 @@ def demo(
     )
     rows = _rows(loaded, tokenizer, ids, chosen, refused, passkey=document.passkey, unit=budgets_in, most=MOST)
     notes = [*summary(rows, document.passkey), *_shares(loaded, budgets_in)]
-    show("demo", title, record, rows, COLUMNS, notes, out, as_json)
+    _show("demo", title, record, rows, notes, out, as_json)
 
 
 def _ten_questions(model: Any, tokenizer: Any, tokens: int, seed: int, text: str) -> list[Answered]:
@@ -157,7 +165,7 @@ def _ten_questions(model: Any, tokenizer: Any, tokens: int, seed: int, text: str
     except ValueError as error:
         told = f"--tokens {tokens} less {CHAT} for a question: {error}, or --no-questions"
         raise ValueError(told) from None
-    return with_progress(ask_all(model, tokenizer, hidden.text, hidden.codes, ASKED), ASKED)
+    return _with_progress(ask_all(model, tokenizer, hidden.text, hidden.codes, ASKED), ASKED)
 
 
 def _show_questions(asked: Sequence[Answered], title: str) -> None:
@@ -191,7 +199,7 @@ def _rows(
     """A row for each method; one that refuses this prompt is named and left out."""
     from kvsketch.compare.answers import answers
 
-    rows = with_progress(answers(model, tokenizer, ids, chosen, refused=refused, **options), chosen)
+    rows = _with_progress(answers(model, tokenizer, ids, chosen, refused=refused, **options), chosen)
     for line in refused:
         remarks().print(f"left out: {line}", markup=False)
     return rows
@@ -226,7 +234,7 @@ def summary(rows: Sequence[Compared], passkey: str = "") -> list[str]:
     else:
         lines += [f"the full cache's answer: {' '.join(full.answer.split())}", f"the same answer: {_names(right)}"]
     if right:
-        lines.append(f"smallest cache that {'finds' if passkey else 'gives'} it: {smallest(right, full)}")
+        lines.append(f"smallest cache that {'finds' if passkey else 'gives'} it: {_smallest(right, full)}")
     if passkey:
         return [*lines, "one document, one passkey: an illustration, not a benchmark"]
     return [*lines, "the full cache's answer may be wrong itself; one question is an illustration, not a benchmark"]
@@ -234,3 +242,74 @@ def summary(rows: Sequence[Compared], passkey: str = "") -> list[str]:
 
 def _names(rows: Iterable[Compared]) -> str:
     return ", ".join(row.method for row in rows) or "none"
+
+
+def _smallest(rows: Sequence[Compared], full: Compared) -> str:
+    """The row with the smallest cache, and its share of the full cache's bytes."""
+    least = min(rows, key=lambda row: row.device_bytes + row.host_bytes)
+    share = (least.device_bytes + least.host_bytes) / (full.device_bytes + full.host_bytes)
+    return f"{least.method}, {share:.0%} of the full cache's bytes"
+
+
+def _shortened(answer: str, width: int) -> str:
+    """An answer on one line that fits a table."""
+    text = " ".join(answer.split())
+    return text if len(text) <= width else text[: width - 3] + "..."
+
+
+def _with_progress(compared: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
+    """The rows, with a bar that names the method at work."""
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
+    rows: list[Row] = []
+    with Progress(*columns, console=remarks(), transient=True) as progress:
+        task = progress.add_task(str(methods[0]), total=len(methods))
+        for row in compared:
+            rows.append(row)
+            progress.update(task, advance=1, description=str(methods[min(len(rows), len(methods) - 1)]))
+    return rows
+
+
+def _show(
+    name: str,
+    title: str,
+    record: dict[str, Any],
+    rows: Sequence[Compared],
+    lines: Sequence[str],
+    out: Path | None,
+    as_json: bool,
+    **words: Any,
+) -> None:
+    """Writes the record and the picture into `out`, then prints the record as JSON, or a table with `lines` below.
+
+    `words` go to `picture.draw`.
+    """
+    from kvsketch import environment
+
+    record["environment"] = dataclasses.asdict(environment.describe())
+    record["rows"] = [dataclasses.asdict(row) for row in rows]
+    written = [] if out is None else _write(out, name, title, record, rows, **words)
+    if as_json:
+        print_json(record)
+        return
+    table = Table(box=None, header_style="bold", pad_edge=False, title=escape(title), title_justify="left")
+    for column in COLUMNS:
+        table.add_column(column, justify="left" if column in LEFT else "right", no_wrap=column == "method")
+    for row in rows:
+        table.add_row(*(cell(row) for cell in COLUMNS.values()))
+    results().print(table)
+    for line in [*lines, *written]:
+        results().print(line, markup=False)
+
+
+def _write(
+    out: Path, name: str, title: str, record: dict[str, Any], rows: Sequence[Compared], **words: Any
+) -> list[str]:
+    """Writes the record and, if matplotlib is installed, the picture; returns a line about each."""
+    path, picture = out / f"{name}.json", out / f"{name}.png"
+    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    if importlib.util.find_spec("matplotlib") is None:
+        return [f"record: {path}", "no picture: matplotlib is missing; pip install 'kvsketch[plot]'"]
+    from kvsketch.cli.picture import draw
+
+    draw(rows, picture, title, **words)
+    return [f"record: {path}", f"picture: {picture}"]

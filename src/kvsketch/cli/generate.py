@@ -275,18 +275,18 @@ class Run:
     def _write(self, inputs: Any) -> tuple[Any, float, float]:
         """New tokens, and the seconds of reading and of writing."""
         import kvsketch
-        from kvsketch.cli.watching import Listener, reading_bar
+        from kvsketch.cli.watching import Stoppable, reading_bar
 
         start, prompt_tokens = time.perf_counter(), inputs["input_ids"].shape[1]
         with reading_bar(self.cache, prompt_tokens) as bar:
-            listener = Listener(bar, self.tokenizer, self.show)
+            stream = Stoppable(self.tokenizer, bar, self.show)
             inputs = inputs.to(self.model.device)
             seed = self.seed if self.options.get("do_sample") else None
             output = kvsketch.generate(
-                self.model, inputs, self.cache, streamer=listener, seed=seed, doubt=True, **self.options
+                self.model, inputs, self.cache, streamer=stream, seed=seed, doubt=True, **self.options
             )
         end = time.perf_counter()
-        began = listener.began or end
+        began = stream.began or end
         return output[0, prompt_tokens:], began - start, end - began
 
 

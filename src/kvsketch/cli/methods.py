@@ -57,11 +57,6 @@ def _all() -> list[dict[str, Any]]:
     return [describe(cls) for cls in (METHODS | installed(METHODS)).values()]
 
 
-def table_text(described: list[dict[str, Any]]) -> str:
-    """The content of `methods.json`, a line for each method."""
-    return "[\n" + ",\n".join(json.dumps(each, ensure_ascii=False) for each in described) + "\n]\n"
-
-
 def built_in() -> dict[str, dict[str, Any]]:
     """What `describe` says of each built-in method, by name; empty where their classes are loaded and can be asked."""
     if "kvsketch.methods" in sys.modules:

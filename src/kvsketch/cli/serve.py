@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -18,7 +17,6 @@ METHOD_HELP = (
 )
 NEEDS = "serving needs more packages: pip install 'kvsketch[serve]'"
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
-UNITS = {"": 1, "K": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
 
 
 def serve(
@@ -77,8 +75,10 @@ def serve(
         raise ValueError("the API key is empty; give one, or leave out --api-key and KVSKETCH_API_KEY")
     if api_key is None and host not in LOOPBACK:
         raise ValueError(f"--host {host} opens the server to other machines, which needs --api-key or KVSKETCH_API_KEY")
-    bytes_of_memory = None if memory is None else size(memory, "--memory")
-    most = size(largest_body, "--largest-body")
+    from kvsketch.cache import memory as sizes
+
+    bytes_of_memory = None if memory is None else sizes.parsed(memory, "--memory ")
+    most = sizes.parsed(largest_body, "--largest-body ")
     try:
         from kvsketch.serve import app, server
     except ImportError as error:
@@ -118,11 +118,3 @@ def greeting(server: Any, has_key: bool) -> list[str]:
         f"{service.name}, {service.method}: up to {service.context:,} tokens, {at_once}, {state.queue} may wait",
         f"page {server.address}/   API {server.address}/v1   ({known})",
     ]
-
-
-def size(text: str, name: str) -> int:
-    """Bytes of a size such as 8GB, 500MB or 1.5G, in powers of ten."""
-    result = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT]?)i?B?", text.strip(), re.IGNORECASE)
-    if not result:
-        raise ValueError(f"{name} {text!r} is not a size; use a number with a unit, such as 8GB or 500MB")
-    return int(float(result[1]) * UNITS[result[2].upper()])

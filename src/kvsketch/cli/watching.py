@@ -50,36 +50,19 @@ def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
             watcher.join()
 
 
-class Listener:
-    """A streamer for generate: removes the bar when the answer begins, records the time, and prints the text."""
-
-    def __init__(self, bar: Progress, tokenizer: Any, show: bool) -> None:
-        self.bar, self.began = bar, 0.0
-        self.text = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True) if show else None
-        self._heard_prompt = False
-
-    def put(self, ids: Any) -> None:
-        if self._heard_prompt and not self.began:
-            self.began = time.perf_counter()
-            self.bar.stop()
-        self._heard_prompt = True
-        if self.text is not None:
-            self.text.put(ids)
-
-    def end(self) -> None:
-        if self.text is not None:
-            self.text.end()
-
-
 class StoppedByUser(Exception):
     """Ends a generation between two tokens."""
 
 
 class Stoppable(TextStreamer):
-    """A streamer of generate that shows the text, remembers the tokens and can be told to stop."""
+    """A streamer of generate that remembers the tokens and can be told to stop.
 
-    def __init__(self, tokenizer: Any) -> None:
+    When the answer begins it notes the time and removes the bar; `show`: it prints the text.
+    """
+
+    def __init__(self, tokenizer: Any, bar: Progress | None = None, show: bool = True) -> None:
         super().__init__(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        self.bar, self.show = bar, show
         self.began, self._seen, self._stop = 0.0, list[torch.Tensor](), False
 
     def stop(self) -> None:
@@ -88,11 +71,18 @@ class Stoppable(TextStreamer):
     def put(self, value: Any) -> None:
         if self._seen and not self.began:
             self.began = time.perf_counter()
+            if self.bar is not None:
+                self.bar.stop()
         self._seen.append(value.reshape(-1).cpu())
-        super().put(value)
+        if self.show:
+            super().put(value)
         if self._stop and self.began:
             self.end()
             raise StoppedByUser
+
+    def end(self) -> None:
+        if self.show:
+            super().end()
 
     def ids(self) -> torch.Tensor:  # [1, n]
         """The prompt and what was written."""

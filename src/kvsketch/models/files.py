@@ -173,15 +173,12 @@ def record_of(target: Path) -> Path:
 
 def is_verified(target: Path, sha256: str) -> bool:
     """Whether `target` was hashed to `sha256` before and still has the same size and time; does not read the file."""
-    if not target.is_file():
-        return False
-    stat = target.stat()
-    return read_json(record_of(target)) == {"sha256": sha256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+    return target.is_file() and read_json(record_of(target)) == _record(target, sha256)
 
 
-def _record(target: Path, sha256: str) -> None:
+def _record(target: Path, sha256: str) -> dict[str, object]:
     stat = target.stat()
-    write_json(record_of(target), {"sha256": sha256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns})
+    return {"sha256": sha256, "bytes": stat.st_size, "mtime_ns": stat.st_mtime_ns}
 
 
 def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
@@ -210,5 +207,5 @@ def obtain(target: Path, sha256: str, build: Callable[[Path], Path]) -> Path:
             place(built, target)
         # The record is written last: once it exists, the work folder is not used again.
         shutil.rmtree(work, ignore_errors=True)
-        _record(target, sha256)
+        write_json(record_of(target), _record(target, sha256))
     return target

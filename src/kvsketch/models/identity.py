@@ -1,4 +1,4 @@
-"""Hashes of the model and the text that a record was made with."""
+"""The hash of the model that a record was made with."""
 
 from __future__ import annotations
 
@@ -41,8 +41,3 @@ def _remembered_sha256(file: Path) -> str:
         note.parent.mkdir(parents=True, exist_ok=True)
         write_json(note, {"file": file.name, "sha256": result})
     return result
-
-
-def text_sha256(text: str) -> str:
-    """Identity of a text: the first 16 digits of its SHA-256."""
-    return hashlib.sha256(text.encode()).hexdigest()[:16]

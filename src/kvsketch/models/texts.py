@@ -10,8 +10,10 @@ from __future__ import annotations
 import random
 import re
 import zipfile
+from bisect import bisect
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
+from itertools import accumulate
 from pathlib import Path, PurePosixPath
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -103,14 +105,8 @@ def passkey_document(
         raise ValueError(
             f"there is not enough text for {tokens} tokens; use at most {_length(with_sentences(len(result)))}"
         )
-    fits, too_many = 1, len(result) + 1
-    while too_many - fits > 1:
-        middle = (fits + too_many) // 2
-        if _length(with_sentences(middle)) <= tokens:
-            fits = middle
-        else:
-            too_many = middle
-    return with_sentences(fits)
+    counts = range(1, len(result) + 1)
+    return with_sentences(bisect(counts, tokens, key=lambda count: _length(with_sentences(count))))
 
 
 def _assemble(tokenizer: PreTrainedTokenizerBase, sentences: list[str], passkey: str, depth: float) -> PasskeyDocument:
@@ -153,9 +149,7 @@ def _length(document: PasskeyDocument) -> int:
 
 def _sentence_at(sentences: list[str], depth: float) -> int:
     """The number of whole sentences whose joint length is nearest to the share `depth` of all of them."""
-    ends = [0]
-    for sentence in sentences:
-        ends.append(ends[-1] + len(sentence))
+    ends = [*accumulate(map(len, sentences), initial=0)]
     return min(range(len(ends)), key=lambda index: abs(ends[index] - depth * ends[-1]))
 
 

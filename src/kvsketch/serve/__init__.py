@@ -1,6 +1,6 @@
 """Serving a model with compressed caches.
 
-requests.py     what an engine is asked and how it answers: Request, Ticket, Engine
+requests.py     what an engine is asked and how it answers: Request, Ticket, EngineState
 engine.py       the engine: rows that join and leave over one decode step, or take steps by themselves
 schedule.py     who waits, whose prompt is read and who runs
 caches.py       the caches that requests read their prompts into

@@ -34,7 +34,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import psutil
-import torch
 from filelock import FileLock, Timeout
 
 from kvsketch.cache import interrupted
@@ -98,26 +97,6 @@ class Document:
 
     def public(self) -> dict[str, Any]:
         return asdict(self)
-
-
-class _Turn:
-    """The device while a document is read: between chunks the requests that wait for it go first."""
-
-    def __init__(self, device: torch.device) -> None:
-        # Threads on a CPU need no turns: nothing is recorded there.
-        self.lock: Any = contextlib.nullcontext() if device.type == "cpu" else captured.turn_of(device)
-
-    def __enter__(self) -> _Turn:
-        self.lock.__enter__()
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.lock.__exit__(*error)
-
-    def pass_on(self, _: int) -> None:
-        self.lock.__exit__(None, None, None)
-        time.sleep(0.001)
-        self.lock.__enter__()
 
 
 @dataclass
@@ -335,13 +314,6 @@ class DocumentStore:
         self._queue.put(None)
         self._reader.join()
 
-    def wait(self, number: str, timeout: float = 60.0) -> Document:
-        """The document when it is no longer waiting or being read, or as it is after `timeout` seconds."""
-        end = time.monotonic() + timeout
-        while (result := self.get(number)).status in ("waiting", "reading") and time.monotonic() < end:
-            time.sleep(0.02)
-        return result
-
     def _create(self, document: Document, method: Method, text: str) -> None:
         facts = {key: getattr(document, key) for key in FACTS}
         work = self._work_path("new", document.id)
@@ -391,7 +363,7 @@ class DocumentStore:
             if (reading := self._reading.get(number)) is None:
                 continue
             try:
-                with self._alone(number):
+                with FileLock(self._lock_file(number), timeout=0):
                     if self.get(number).status != "ready":
                         self._read(number, reading)
                 self._end(number, reading)
@@ -412,11 +384,8 @@ class DocumentStore:
             if self._reading.get(number) is reading:
                 del self._reading[number]
 
-    def _alone(self, number: str) -> FileLock:
-        """Held by the process that reads a document."""
-        return FileLock(str(self._lock_file(number)), timeout=0)
-
     def _lock_file(self, number: str) -> Path:
+        """Locked by the process that reads a document."""
         path = self.folder / ".locks" / number
         if path.is_symlink():
             path.unlink()
@@ -435,9 +404,18 @@ class DocumentStore:
 
         cache.watch, reading.cache = watch, cache
         ids = document_ids(self.tokenizer, (path / "text.txt").read_text(encoding="utf-8"))
-        said = repeat_instruction(self.tokenizer)
-        with _Turn(self.model.device) as turn:
-            logits = prefill(self.model, ids.to(self.model.device), cache, after_chunk=turn.pass_on, instruction=said)
+        said, device = repeat_instruction(self.tokenizer), self.model.device
+        # Threads on a CPU need no turns: nothing is recorded there.
+        turn: Any = contextlib.nullcontext() if device.type == "cpu" else captured.turn_of(device)
+
+        def pass_on(_: int) -> None:
+            """Between chunks the requests that wait for the device go first."""
+            turn.__exit__(None, None, None)
+            time.sleep(0.001)
+            turn.__enter__()
+
+        with turn:
+            logits = prefill(self.model, ids.to(device), cache, after_chunk=pass_on, instruction=said)
         if not bool(logits.amax().isfinite()):
             raise not_finite("the document", self.model)
         cache.text.open, cache.watch = True, None

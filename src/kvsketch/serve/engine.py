@@ -138,6 +138,7 @@ class BatchedEngine:
     # what any thread may call
 
     def submit(self, request: Request) -> Ticket:
+        """Queues a request. Raises Full when the queue is full, Closed after close, ValueError for what cannot run."""
         ticket = Ticket(request)
         self._require(ticket)
         self._drop_waiting()
@@ -167,6 +168,7 @@ class BatchedEngine:
             )  # fmt: skip
 
     def close(self, drain: bool = True) -> None:
+        """Ends the engine: after all accepted requests with `drain`, else they end as "cancelled". Waits for it."""
         self._schedule.end(drain)
         self._thread.join()
 
@@ -252,11 +254,11 @@ class BatchedEngine:
         taken = sum(run.slots for run in runs) + sum(map(self._shared.document_slots, shared.values()))
         if document is not None and (size := self._shared.document_slots(document)):
             slots = self._shared.slots_for(len(request.ids) + request.max_new_tokens)
-            if size + slots <= self._shared.slots:
+            if size + slots <= self._shared.store.slots:
                 more = 0 if id(document) in shared else size
-                return None if taken + more + slots > self._shared.slots else (slots, True)
+                return None if taken + more + slots > self._shared.store.slots else (slots, True)
         slots = self._shared.slots_for(ticket.prompt_tokens + request.max_new_tokens)
-        return None if taken + slots > self._shared.slots else (slots, False)
+        return None if taken + slots > self._shared.store.slots else (slots, False)
 
     def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
         request, known = ticket.request, 0

@@ -25,10 +25,12 @@ class Guide:
 
     def __init__(self, matcher: Any, vocabulary: int, stop_ids: frozenset[int]) -> None:
         self._matcher, self._vocabulary, self._stop_ids = matcher, vocabulary, stop_ids
-        self.ended = False
-        self.tokens, self.error = 0, ""
+        self.ended = False  # whether the answer is complete
+        self.tokens = 0  # that it has
+        self.error = ""  # why it does not follow the grammar; empty: it does
 
     def put(self, token: int) -> None:
+        """The answer goes on; what comes after its end does not count, nor do numbers that are no token."""
         if self.ended or token < 0:
             return
         if token in self._stop_ids:

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.asking import GAP, chat_frame
+from kvsketch.serve.text import Template
 
 LEVELS = 8  # shades of a passage: in how many of the heads it is held
 
@@ -60,10 +61,7 @@ def passages(tokenizer: Any, text: str, cache: CompressedCache) -> list[list[int
     Level 0: no head holds it; LEVELS: all do. Empty where the tokenizer does not tell the places of its tokens.
     """
     before = chat_frame(tokenizer).before
-    plain = not tokenizer.chat_template
-    if not getattr(tokenizer, "is_fast", False):
-        return []
-    places = tokenizer(before + text + GAP, add_special_tokens=plain, return_offsets_mapping=True)["offset_mapping"]
+    places = Template(tokenizer).places(before + text + GAP)
     levels = (shares(cache)[: len(places)] * LEVELS).ceil().int().tolist()
     runs: list[list[int]] = []
     for (start, end), level in zip(places, levels, strict=False):

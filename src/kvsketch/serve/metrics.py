@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
@@ -12,27 +13,13 @@ from kvsketch.serve.requests import EngineState, Ticket
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 BETWEEN_TOKENS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.03, 0.05, 0.1, 0.2, 0.5, 1, 2.5)
-COUNTED = {"steps": "Decode steps.", "prompt_tokens": "Prompt tokens read.", "generated_tokens": "Tokens generated."}
-MEASURED = {
-    "running": "Requests whose tokens are generated.",
-    "reading": "Requests whose prompts are read.",
-    "waiting": "Requests in the queue.",
-    "rows": "Requests that can run at the same time.",
-    "queue": "Places in the queue.",
-    "tokens_seen": "Tokens that the caches of running requests have read.",
-    "tokens_stored": "Slots that they hold per KV head.",
-    "device_bytes": "Device memory of the caches.",
-    "bytes_per_row": "Device memory of one running request.",
-    "documents_laid": "Documents in the tables that running requests share.",
-    "chats": "Chats whose caches wait for their next turn.",
-}
 
 
-class Metrics:
+class Metrics(Collector):
     """Counters of the routes, and the state of the engine at the moment somebody asks."""
 
     def __init__(self, state: Callable[[], EngineState], documents: Callable[[], dict[str, int]]) -> None:
-        self.registry = CollectorRegistry()
+        self.state, self.documents, self.registry = state, documents, CollectorRegistry()
         self.responses = Counter(
             "kvsketch_responses", "Responses by route and status.", ["route", "status"], registry=self.registry
         )
@@ -44,7 +31,7 @@ class Metrics:
             "kvsketch_inter_token_seconds", "Mean time between the tokens of an answer.",
             buckets=BETWEEN_TOKENS, registry=self.registry,
         )  # fmt: skip
-        self.registry.register(_State(state, documents))
+        self.registry.register(self)
 
     def note(self, ticket: Ticket) -> None:
         """An answer has ended."""
@@ -58,17 +45,13 @@ class Metrics:
     def text(self) -> bytes:
         return bytes(generate_latest(self.registry))
 
-
-class _State(Collector):
-    def __init__(self, state: Callable[[], EngineState], documents: Callable[[], dict[str, int]]) -> None:
-        self.state, self.documents = state, documents
-
     def collect(self) -> Iterator[CounterMetricFamily | GaugeMetricFamily]:
+        """The state of the engine and the documents, for the registry."""
         state = self.state()
-        for name, about in MEASURED.items():
-            yield GaugeMetricFamily(f"kvsketch_{name}", about, getattr(state, name) or 0)
-        for name, about in COUNTED.items():
-            yield CounterMetricFamily(f"kvsketch_{name}", about, getattr(state, name))
+        for each in fields(state):
+            if each.metadata:
+                family = CounterMetricFamily if each.metadata["counter"] else GaugeMetricFamily
+                yield family(f"kvsketch_{each.name}", each.metadata["about"], getattr(state, each.name) or 0)
         finished = CounterMetricFamily("kvsketch_finished", "Requests that have ended, by reason.", labels=["reason"])
         for reason, count in state.finished.items():
             finished.add_metric([reason], count)

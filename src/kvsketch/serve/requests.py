@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, Any, Literal, get_args
 from uuid import uuid4
 
 from kvsketch.slots.codes import NotFinite
 
 if TYPE_CHECKING:
-    from torch import Tensor
-
     from kvsketch.cache.compaction import Span
     from kvsketch.cache.compressed import CompressedCache
+    from kvsketch.serve.grammar import Guide
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
 # Generation settings that choose tokens and that no request has, with the values at which they do nothing.
@@ -54,23 +53,6 @@ def unused_settings(model: Any) -> dict[str, Any]:
     """Generation settings of a model that would change answers, and that no engine follows."""
     result = {name: getattr(model.generation_config, name, None) for name in WITHOUT}
     return {name: value for name, value in result.items() if value is not None and value != WITHOUT[name]}
-
-
-class Guide(Protocol):
-    """Follows one answer through a grammar."""
-
-    ended: bool
-    """Whether the answer is complete."""
-    tokens: int
-    """How many it has."""
-    error: str
-    """Why it does not follow the grammar; empty: it does."""
-
-    def put(self, token: int) -> None:
-        """The answer goes on; what comes after its end does not count, nor do numbers that are no token."""
-
-    def allowed(self) -> Tensor:
-        """The tokens that may come next, [vocabulary] bool on the host."""
 
 
 @dataclass(frozen=True)
@@ -116,18 +98,16 @@ class Request:
     def __post_init__(self) -> None:
         if not self.ids:
             raise ValueError("ids is empty: a request needs at least one token")
-        if self.max_new_tokens < 1:
-            raise ValueError(f"max_new_tokens must be at least 1, not {self.max_new_tokens}")
-        if not 0 <= self.temperature < float("inf"):
-            raise ValueError(f"temperature must be 0 (greedy) or a positive number, not {self.temperature}")
-        if not 0 < self.top_p <= 1:
-            raise ValueError(f"top_p must be above 0 and at most 1, not {self.top_p}")
-        if not 0 <= self.top_k < 2**63:
-            raise ValueError(f"top_k must be 0 (no limit) or a number of tokens below 2^63, not {self.top_k}")
-        if not 0 <= self.min_p <= 1:
-            raise ValueError(f"min_p must be from 0 (no limit) to 1, not {self.min_p}")
-        if not 0 < self.repetition_penalty < float("inf"):
-            raise ValueError(f"repetition_penalty must be a positive number, not {self.repetition_penalty}")
+        for name, sound, wanted in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number"),
+            ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
+            ("top_k", 0 <= self.top_k < 2**63, "0 (no limit) or a number of tokens below 2^63"),
+            ("min_p", 0 <= self.min_p <= 1, "from 0 (no limit) to 1"),
+            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number"),
+        ):
+            if not sound:
+                raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)}")
 
 
 @dataclass
@@ -275,46 +255,30 @@ class Ticket:
             self._tell(None)
 
 
-@dataclass(frozen=True)
+def told(about: str, counter: bool = False) -> Any:
+    """A field that /metrics shows, and what it means; `counter`: it counts since the start."""
+    return field(metadata={"about": about, "counter": counter})
+
+
+@dataclass(frozen=True, kw_only=True)
 class EngineState:
-    """What an engine is doing; counts are since its start."""
+    """What an engine is doing."""
 
-    running: int
-    """Requests whose tokens are being generated."""
-    reading: int
-    """Requests whose prompts are being read."""
-    waiting: int
-    """Requests in the queue."""
-    rows: int
-    """Requests that can run at the same time."""
-    queue: int
-    """Places in the queue."""
-    tokens_seen: int
-    """Tokens that the running requests' caches have read."""
-    tokens_stored: int
-    """Slots that they hold, per KV head: the most of any layer, summed over the requests."""
-    device_bytes: int
-    """Device memory of all caches of the engine."""
-    bytes_per_row: int | None
-    """Device memory of one running request; None where requests differ and none runs."""
-    steps: int
-    """Decode steps."""
-    prompt_tokens: int
-    """Tokens of prompts read."""
-    generated_tokens: int
-    finished: dict[str, int]
-    """Requests that have ended, by finish_reason."""
-    documents_laid: int = 0
-    """Documents that lie in the tables, each once for all requests that name it."""
-    chats: int = 0
-    """Chats whose caches wait for their next turn."""
-
-
-class Engine(Protocol):
-    def submit(self, request: Request) -> Ticket:
-        """Queues a request. Raises Full when the queue is full, Closed after close, ValueError for what cannot run."""
-
-    def state(self) -> EngineState: ...
-
-    def close(self, drain: bool = True) -> None:
-        """Ends the engine: after all accepted requests with `drain`, else they end as "cancelled". Waits for it."""
+    running: int = told("Requests whose tokens are generated.")
+    reading: int = told("Requests whose prompts are read.")
+    waiting: int = told("Requests in the queue.")
+    rows: int = told("Requests that can run at the same time.")
+    queue: int = told("Places in the queue.")
+    tokens_seen: int = told("Tokens that the caches of running requests have read.")
+    # The most of any layer, summed over the requests.
+    tokens_stored: int = told("Slots that they hold per KV head.")
+    device_bytes: int = told("Device memory of the caches.")
+    # None where requests differ and none runs.
+    bytes_per_row: int | None = told("Device memory of one running request.")
+    # Each lies there once for all requests that name it.
+    documents_laid: int = told("Documents in the tables that running requests share.")
+    chats: int = told("Chats whose caches wait for their next turn.")
+    steps: int = told("Decode steps.", counter=True)
+    prompt_tokens: int = told("Prompt tokens read.", counter=True)
+    generated_tokens: int = told("Tokens generated.", counter=True)
+    finished: dict[str, int]  # requests that have ended, by finish_reason

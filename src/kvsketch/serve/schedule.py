@@ -16,7 +16,8 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Draw
-from kvsketch.serve.requests import Closed, Full, Guide, Ticket
+from kvsketch.serve.grammar import Guide
+from kvsketch.serve.requests import Closed, Full, Ticket
 
 
 @dataclass(eq=False)

@@ -429,17 +429,14 @@ def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
 
 def _told(error: ValidationError, known: list[str]) -> ApiError:
     first = error.errors()[0]
-    place = [str(part) for part in first["loc"]]
+    name = ".".join(map(str, first["loc"]))
     if first["type"] == "extra_forbidden":
-        if len(place) == 1:
-            return ApiError(
-                400, f"unknown field {place[0]!r}; known: {', '.join(known)}", "unknown_parameter", place[0]
-            )
-        return ApiError(400, f"unknown field {'.'.join(place)!r}", "unknown_parameter", ".".join(place))
+        choices = f"; known: {', '.join(known)}" if len(first["loc"]) == 1 else ""
+        return ApiError(400, f"unknown field {name!r}{choices}", "unknown_parameter", name)
     if first["type"] == "missing":
-        return ApiError(400, f"the field {'.'.join(place)!r} is missing", "missing_parameter", ".".join(place))
-    message = f"{'.'.join(place)}: {first['msg'].removeprefix('Value error, ')}, got {_shown(first.get('input'))}"
-    return ApiError(400, message, "invalid_value", ".".join(place))
+        return ApiError(400, f"the field {name!r} is missing", "missing_parameter", name)
+    message = f"{name}: {first['msg'].removeprefix('Value error, ')}, got {_shown(first.get('input'))}"
+    return ApiError(400, message, "invalid_value", name)
 
 
 def _shown(value: Any) -> str:

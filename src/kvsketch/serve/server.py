@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import socket
-import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +25,7 @@ from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.engine import __doc__ as engine_text
 from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
-from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
+from kvsketch.serve.service import Service, longest_context
 
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
@@ -38,23 +36,19 @@ def start_service(
     name: str,
     method: str | Method,
     *,
-    folder: Path | None = None,
     queue: int = 32,
     memory: int | None = None,
     rows: int | None = None,
     prefill: str | None = None,
     chunk: int = CHUNK,
-    whole_below: int = 0,
-    answer_seconds: float = ANSWER_SECONDS,
-    span_shares: Mapping[str, str] | None = None,
+    **others: Any,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
-    `whole_below`: documents of fewer tokens that name no method are kept whole.
-    `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
+    `others` are those of `Service`: folder, whole_below, answer_seconds, span_shares.
     """
     asked = parse_method(method)
     parsed = asked if rows == 1 or alone(model, asked) else with_bits(model, asked, _sample(tokenizer, asked))
@@ -69,10 +63,7 @@ def start_service(
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
     chats = memory or _quarter(model)
     engine = BatchedEngine(model, parsed, documents=True, chat_bytes=chats, **options, **reading)
-    return Service(
-        model, tokenizer, name, parsed, engine=engine, folder=folder, queue=queue, memory=memory,
-        whole_below=whole_below, answer_seconds=answer_seconds, span_shares=span_shares, **reading,
-    )  # fmt: skip
+    return Service(model, tokenizer, name, parsed, engine, memory=memory, **reading, **others)
 
 
 def application(
@@ -141,7 +132,7 @@ def _quarter(model: Any) -> int:
 
 
 class Server:
-    """A service behind an address. `run` serves until SIGTERM or SIGINT; `started` serves in a thread, for tests."""
+    """A service behind an address."""
 
     def __init__(
         self,
@@ -181,22 +172,6 @@ class Server:
         log.setLevel(logging.INFO)
         log.addHandler(handler)
         log.propagate = False
-
-    @contextlib.contextmanager
-    def started(self) -> Iterator[str]:
-        """Serves in a thread inside the block; its address."""
-        thread = threading.Thread(target=self._server.run, kwargs={"sockets": [self._socket]}, daemon=True)
-        thread.start()
-        try:
-            while not self._server.started and thread.is_alive():
-                thread.join(0.01)
-            yield self.address
-        finally:
-            self.stop()
-            thread.join()
-
-    def stop(self) -> None:
-        self._server.should_exit = True
 
 
 def _usual_patience(service: Service) -> Patience:

@@ -12,14 +12,14 @@ from uuid import uuid4
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.defaults import CHUNK
-from kvsketch.methods import Method, parse_method
+from kvsketch.methods import Method
 from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.engine import BatchedEngine
-from kvsketch.serve.grammar import NEEDS, Grammars
+from kvsketch.serve.grammar import NEEDS, Grammars, Guide
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
-from kvsketch.serve.requests import Closed, Compaction, Engine, Full, Guide, Request, Ticket, unused_settings
+from kvsketch.serve.requests import Closed, Compaction, Full, Request, Ticket, unused_settings
 from kvsketch.serve.schema import (
     DEFAULT_NEW_TOKENS,
     ApiError,
@@ -113,11 +113,10 @@ class Service:
         model: Any,
         tokenizer: Any,
         name: str,
-        method: str | Method,
+        method: Method,
+        engine: BatchedEngine,
         *,
-        engine: Engine | None = None,
         folder: Path | None = None,
-        queue: int = 32,
         memory: int | None = None,
         prefill: str = "exact",
         chunk: int = CHUNK,
@@ -126,7 +125,7 @@ class Service:
         span_shares: Mapping[str, str] | None = None,
     ) -> None:
         self.span_shares = dict(span_shares or {})
-        self.model, self.tokenizer, self.name, self.method = model, tokenizer, name, parse_method(method)
+        self.model, self.tokenizer, self.name, self.method, self.engine = model, tokenizer, name, method, engine
         self.template = Template(tokenizer)
         self.grammars = Grammars(tokenizer, model.get_output_embeddings().weight.shape[0], self._ends())
         self.context = longest_context(model, self.method, memory)
@@ -134,16 +133,12 @@ class Service:
         self.answer_seconds = answer_seconds
         if unused := unused_settings(model):
             log.warning("generation settings of %s that are not applied: %s", name, unused)
-        reading: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
         held: dict[str, Any] = {} if memory is None else {"most_bytes": memory}
         self.documents = DocumentStore(
             folder or files.home() / "documents", model, tokenizer, self.method,
-            name=name, most_tokens=self.context, whole_below=whole_below, **held, **reading,
+            name=name, most_tokens=self.context, whole_below=whole_below, prefill=prefill, chunk=chunk, **held,
         )  # fmt: skip
-        self.engine: Engine = engine or BatchedEngine(
-            model, self.method, rows=1, longest=self.context, queue=queue, **reading
-        )
-        self.metrics = Metrics(self.engine.state, self._statuses)
+        self.metrics = Metrics(engine.state, self._statuses)
         self._mean_seconds = 1.0
         self.stopping = False
         """Whether what can be broken off should be."""

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops import codec as codecs
-from kvsketch.ops.codec import BITS, Codec, CodedSlots
+from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.slots import tensors
 
 PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
@@ -431,6 +431,3 @@ def require_finite(doubts: Sequence[Doubt]) -> None:
         f"the {what} of slot {slot} in layer {layer}, batch row {head // heads}, head {head % heads} are not finite "
         f"and cannot be stored in {bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
     )
-
-
-__all__ = ["BITS", "LEAST", "PLAIN", "FewBits", "NotFinite", "PlainSlots", "SlotCodes", "Slots"]

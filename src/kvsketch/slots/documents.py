@@ -133,13 +133,6 @@ class DocumentRows(RaggedRows):
         self.document_changes += 1
         laid.used = next(self.time)
 
-    def _leave_document(self, row: int) -> None:
-        laid = self.read_by.pop(row, None)
-        if laid is None:
-            return
-        laid.used = next(self.time)
-        self.document_changes += 1
-
     def is_read(self, laid: LaidDocument) -> bool:
         """Whether a row continues it."""
         return any(each is laid for each in self.read_by.values())
@@ -158,7 +151,9 @@ class DocumentRows(RaggedRows):
 
     def retire(self, row: int) -> None:
         super().retire(row)
-        self._leave_document(row)
+        if (laid := self.read_by.pop(row, None)) is not None:
+            laid.used = next(self.time)
+            self.document_changes += 1
 
     def release(self) -> None:
         super().release()

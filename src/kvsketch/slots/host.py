@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import functools
 import mmap
-import os
 import weakref
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from torch import Tensor
 
@@ -141,18 +141,8 @@ def require_host_memory(needed: int) -> None:
 
 def free_host_memory() -> int:
     """Bytes that the machine, and the control group this process runs in, can still give."""
-    free = [_machine_memory(), _group_memory()]
-    return min(size for size in free if size is not None)
-
-
-def _machine_memory() -> int:
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except OSError:
-        pass
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    machine, group = int(psutil.virtual_memory().available), _group_memory()
+    return machine if group is None else min(machine, group)
 
 
 def _group_memory(folder: Path = Path("/sys/fs/cgroup")) -> int | None:

@@ -255,10 +255,6 @@ class Ragged:
 
     # tables
 
-    def first(self, count: int) -> Parts:
-        """What the first entries have beside their slots, in place."""
-        return {name: part[:, :count] for name, part in self.own.items()}
-
     def named(self, entries: Tensor) -> Parts:
         """What the entries [B] have beside their slots, [L, B, ...]: copies."""
         return {name: part.index_select(1, entries) for name, part in self.own.items()}
@@ -281,7 +277,8 @@ class Ragged:
         """A table of the first entries, whose capacities are among `own`; `arrange` writes what it reads."""
         if count not in self.held_lists:
             self.held_lists[count] = self._empty_lists(count)
-        own, lists = self.first(count), [part[layer] for part in self.held_lists[count]]
+        own = {name: part[:, :count] for name, part in self.own.items()}
+        lists = [part[layer] for part in self.held_lists[count]]
         layout = self.layout(own["start"][layer], own["capacity"][layer], lists=lists)
         return self.table(layer, own, layout, **others)
 

@@ -14,14 +14,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.cache import document
 from kvsketch.methods.waiting import WaitingMethod
-from kvsketch.ops.join_attention import Part
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
 from kvsketch.slots.table import BoundedTable, SlotTable
@@ -43,15 +43,13 @@ class Beside(NamedTuple):
     tables: list[BoundedTable]  # of each layer; their slots lie on the shelf
     rotation: Rotation
 
-    def joined(
-        self, layer: int, q: Tensor, own: Part, scale: float, softcap: float | None = None
-    ) -> Tensor:  # [B, Hq, n, Dv]
-        """Attention of q [B, Hq, n, D] to its own tokens, attention sinks among them, and to the document."""
-        table = self.tables[layer]
-        out, (_, log_sum) = ops.weighted_attention(
-            q, *table.as_stored()[:4], scale, softcap=softcap, ragged=table.layout, return_state=True
-        )  # fmt: skip
-        return ops.join_attention(own, Part(out, log_sum))
+    def joined(self, layer: int, q: Tensor, own: Any, scale: float, softcap: float | None) -> Tensor:  # [B, Hq, n, Dv]
+        """Attention of q [B, Hq, n, D] to its own tokens, attention sinks among them, and to the document.
+
+        own: what the operation over these tokens returns with its state.
+        """
+        out, (_, log_sum) = own
+        return ops.join_attention(ops.Part(out, log_sum), document.read_rows(self.tables[layer], q, scale, softcap))
 
 
 @dataclass

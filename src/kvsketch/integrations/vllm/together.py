@@ -26,7 +26,6 @@ from kvsketch.integrations.vllm.files import read, write
 from kvsketch.integrations.vllm.library import Stored, Use
 from kvsketch.integrations.vllm.shelf import Beside, Shelf
 from kvsketch.methods.waiting import Waiting, WaitingMethod
-from kvsketch.ops.join_attention import Part
 from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
 from kvsketch.slots.table import BoundedTable, ExactTable, Place, SlotTable
@@ -205,19 +204,16 @@ class Together:
                 uses = forward.pages.planes["uses"].index_select(0, pages)
                 forward.documents, seen = self.shelf.beside(uses, q.dtype), seen - uses[:, 1]
             forward.step = forward.pages.rows(pages, seen)
-        if forward.documents is not None:
-            query, k = forward.documents.rotation.of(query), forward.documents.rotation.of(k.unsqueeze(2)).squeeze(2)
+        documents, scale = forward.documents, self.scales[layer]
+        if documents is not None:
+            query, k = documents.rotation.of(query), documents.rotation.of(k.unsqueeze(2)).squeeze(2)
         table = forward.pages.write(forward.step, layer, query.squeeze(2), k, v)
         attended = ops.weighted_attention(
-            query, *table.as_stored()[:4], self.scales[layer],
-            clip=self.method.clip, ragged=table.layout, return_state=forward.documents is not None,
-            **self.options[layer],
+            query, *table.as_stored()[:4], scale,
+            clip=self.method.clip, ragged=table.layout, return_state=documents is not None, **self.options[layer],
         )  # fmt: skip
-        if forward.documents is not None:
-            out, (_, log_sum) = attended
-            attended = forward.documents.joined(
-                layer, query, Part(out, log_sum), self.scales[layer], self.options[layer].get("softcap")
-            )
+        if documents is not None:
+            attended = documents.joined(layer, query, attended, scale, self.options[layer].get("softcap"))
         return cast(Tensor, attended[:, :, 0])
 
     def prefill(self, layer: int, page: int, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -242,10 +238,7 @@ class Together:
             return_state=document is not None, **self.options[layer],
         )  # fmt: skip
         if document is not None:
-            out, (_, log_sum) = attended
-            attended = document.joined(
-                layer, query, Part(out, log_sum), self.scales[layer], self.options[layer].get("softcap")
-            )
+            attended = document.joined(layer, query, attended, self.scales[layer], self.options[layer].get("softcap"))
         table.append(keys, values)
         table.note(scale=self.scales[layer])
         self._reader(page).compress(table, query)
