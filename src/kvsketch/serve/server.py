@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import socket
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,7 @@ from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.engine import __doc__ as engine_text
 from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
-from kvsketch.serve.service import Service, longest_context
+from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
@@ -36,19 +36,23 @@ def start_service(
     name: str,
     method: str | Method,
     *,
+    folder: Path | None = None,
     queue: int = 32,
     memory: int | None = None,
     rows: int | None = None,
     prefill: str | None = None,
     chunk: int = CHUNK,
-    **others: Any,
+    whole_below: int = 0,
+    answer_seconds: float = ANSWER_SECONDS,
+    span_shares: Mapping[str, str] | None = None,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
     Requests share a decode step where the method allows it and memory holds two rows or more. `rows`: how many; as many
     as `memory` bytes hold, or a quarter of what is free. Requests of other methods run one after the other, or with
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
-    `others` are those of `Service`: folder, whole_below, answer_seconds, span_shares.
+    `whole_below`: documents of fewer tokens that name no method are kept whole.
+    `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     """
     asked = parse_method(method)
     parsed = asked if rows == 1 or alone(model, asked) else with_bits(model, asked, _sample(tokenizer, asked))
@@ -63,7 +67,10 @@ def start_service(
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
     chats = memory or _quarter(model)
     engine = BatchedEngine(model, parsed, documents=True, chat_bytes=chats, **options, **reading)
-    return Service(model, tokenizer, name, parsed, engine, memory=memory, **reading, **others)
+    return Service(
+        model, tokenizer, name, parsed, engine, folder=folder, memory=memory, whole_below=whole_below,
+        answer_seconds=answer_seconds, span_shares=span_shares, **reading,
+    )  # fmt: skip
 
 
 def application(
