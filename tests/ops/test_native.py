@@ -31,7 +31,10 @@ def large(*shape: int, dtype: torch.dtype = torch.float32, seed: int = 0) -> Ten
 
 
 @pytest.mark.parametrize("bits", BITS)
-@pytest.mark.parametrize(("size", "dtype"), [(64, torch.float32), (96, torch.bfloat16), (128, torch.float16)])
+@pytest.mark.parametrize(("size", "dtype"), [
+    (64, torch.float32), (96, torch.bfloat16), (128, torch.float16), (80, torch.float32), (448, torch.float32),
+    (512, torch.float32),
+])  # fmt: skip
 def test_codes_are_those_of_the_reference_bit_for_bit(bits: int, size: int, dtype: torch.dtype) -> None:
     from kvsketch.ops.codec import native as program
 
@@ -52,6 +55,7 @@ def test_codes_are_those_of_the_reference_bit_for_bit(bits: int, size: int, dtyp
 
 @pytest.mark.parametrize(("key_bits", "value_bits", "size", "dtype"), [
     (4, 4, 64, torch.float32), (3, 2, 128, torch.bfloat16), (8, 16, 96, torch.float32), (16, 16, 80, torch.bfloat16),
+    (4, 8, 80, torch.float32),
 ])  # fmt: skip
 @pytest.mark.parametrize(("group", "queries", "tied"), [(3, 1, True), (7, 1, False), (1, 4, False)])
 def test_attention(
