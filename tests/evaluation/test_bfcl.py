@@ -179,10 +179,13 @@ def test_a_first_call_is_right_with_its_name_and_all_arguments(
     assert (said is not None and bfcl.is_right(case, said, true)) == bool(right)
 
 
-def test_only_the_first_call_counts_and_ends_the_answer(folder: Path, case: bfcl_cases.Case) -> None:
-    one, two = (f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>' for name in ("count", "history"))
-    said, written = call_in(folder, case, one + two)
-    assert said.name == "count" and written == one
+@pytest.mark.parametrize(("before", "behind"), [("<tool_call>", "</tool_call>"), ("", ""), ("```json\n", "\n```")])
+def test_only_the_first_call_counts_and_ends_the_answer(
+    folder: Path, case: bfcl_cases.Case, before: str, behind: str
+) -> None:
+    one, two = (f'{before}{{"name": "{name}", "arguments": {{}}}}{behind}' for name in ("count", "history"))
+    said, written = call_in(folder, case, f"{one}\n{two}")
+    assert said.name == "count" and one.startswith(written) and len(written) >= len(one) - len(behind)
 
 
 class Scripted:
@@ -205,7 +208,7 @@ class Scripted:
         for token in self.template.plain(text):
             if ended(token):
                 break
-        return Answer(text, 10, 20, 30, 0.5)
+        return Answer(text, 10, 20, 30, False, 0.5)
 
 
 def test_every_true_call_is_a_question_behind_the_true_history(folder: Path, case: bfcl_cases.Case) -> None:
@@ -265,6 +268,7 @@ def test_all_ways_see_the_same_transcript_with_and_without_a_read_prologue(folde
     assert all(each["tokens"] == full["tokens"] for each in found.values())
     tool, both = found[CHAT, "1/4"], found[CHAT, "tool=1/4+tools=1/2"]
     assert both["bytes"][-1] < tool["bytes"][-1] < full["bytes"][-1]
+    assert not any(full["changed"]) and tool["changed"] == [0, 0, 0, 0, 1, 1] and both["changed"][3:] == [1, 1, 1]
     # Results that are not short are repeated once, when they become small.
     large = len(case.turns[0].calls[1].result) + len(case.turns[1].calls[0].result)
     assert sum(tool["prefill"]) == sum(full["prefill"]) + large
@@ -294,6 +298,7 @@ def test_records_say_what_was_asked_and_how_large_its_parts_are(measured: dict[s
     assert full["tokens"][-1] <= tokens and ours["bytes"][-1] < full["bytes"][-1]
     # A summary takes the place of older turns, and is paid for.
     assert summary["tokens"][-1] < full["tokens"][-1] and summary["bytes"][-1] < full["bytes"][-1]
+    assert summary["changed"] == [0, 0, 0, 0, 1, 1]
     assert summary["prefill"][:4] == full["prefill"][:4] and summary["prefill"][4] > 2 * full["prefill"][4]
     assert summary["summary_at"] == 2500 and "summary_at" not in full
 

@@ -11,6 +11,7 @@ asked the same. Ways are those of `kvsketch eval agents`.
     prefill     tokens read for a question, those for a summary and those that are repeated included; the system prompt
                 and the tool schemas are not: cases of the same functions go on in copies of a cache that has read them
     bytes       of the cache that the question was answered from, schemas included
+    changed     whether something had become small, or was summarised, when the question was asked
     kinds       tokens of the whole transcript by what they are; large: of tool results that are not too short to become
                 small
 
@@ -23,7 +24,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Collection, Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -56,6 +57,7 @@ ASK = (
     "Write a summary of the conversation so far that can replace it: what was asked for, which functions were called, "
     "and every name, number and id that may be needed later. Do not call a function."
 )
+ENDS = ("}", "]", "`", ">")  # what a call may end with: JSON, a fence or a tag
 KEPT = 1  # turns before the newest that a summary leaves as they are: cases have few
 
 
@@ -132,27 +134,33 @@ def outcome(case: Case, transcript: Transcript, spare: int) -> Data:
             transcript.messages += carried_out(call)
     return {
         **columns(answers), "correct": correct, "names": names, "right": mean(correct), "right_name": mean(names),
-        "turns": len(case.turns),
+        "changed": [int(each.changed) for each in answers], "turns": len(case.turns),
     }  # fmt: skip
 
 
 class FirstCall:
-    """Reads the first call of an answer, as `kvsketch serve` does, while its tokens come."""
+    """Reads the first call of an answer as `kvsketch serve` does. The answer ends with it, with tags or without."""
 
-    def __init__(self, tokenizer: Any, names: Sequence[str] | dict[str, Any]) -> None:
-        self._text, self._calls = GrowingText(tokenizer), Calls(names, one=True)
-        self._known: list[Call] = []
+    def __init__(self, tokenizer: Any, names: Collection[str]) -> None:
+        self.names = names
+        self._text, self._said = GrowingText(tokenizer), ""
+        self._call: Call | None = None
 
     def put(self, token: int) -> bool:
         """Whether this token has completed a call."""
-        self._known += self._calls.put(self._text.put(token))[1]
-        return bool(self._known)
+        self._said += self._text.put(token)
+        if self._said.rstrip().endswith(ENDS):
+            self._call = self._parsed()
+        return self._call is not None
 
     def end(self) -> Call | None:
         """The call; None for an answer without one."""
-        if not self._known:
-            self._known = self._calls.put(self._text.end())[1] or self._calls.end()[1]
-        return self._known[0] if self._known else None
+        self._said += self._text.end()
+        return self._call or self._parsed()
+
+    def _parsed(self) -> Call | None:
+        calls = Calls(self.names, one=True)
+        return next(iter([*calls.put(self._said)[1], *calls.end()[1]]), None)
 
 
 def is_right(case: Case, said: Call, true: TrueCall) -> bool:
