@@ -218,6 +218,7 @@ def test_every_true_call_is_a_question_behind_the_true_history(folder: Path, cas
     script: Any = Scripted(Template(AutoTokenizer.from_pretrained(folder)), [wrong, "no", right, wrong, near, ""])
     found = bfcl.outcome(case, script, 48)
     assert found["names"] == [0, 0, 1, 1, 1, 0] and found["correct"] == [0, 0, 1, 1, 0, 0]
+    assert found["said"] == ["count", "", "switch", "count", "switch", ""]
     assert found["right"] == 2 / 6 and found["right_name"] == 1 / 2 and found["turns"] == 4
     assert found["prefill"] == [10] * 6 and found["bytes"] == [20] * 6
     whole = bfcl.whole(case, script.messages[0])

@@ -7,7 +7,7 @@ it and what the package's classes returned for them, whatever the model answered
 asked the same. Ways are those of `kvsketch eval agents`.
 
     right       share of questions whose first call has the true name and the true arguments, defaults filled in
-    right_name  share of those whose first call has the true name
+    right_name  share of those whose first call has the true name; said: the name that it has, empty without a call
     prefill     tokens read for a question, those for a summary and those that are repeated included; the system prompt
                 and the tool schemas are not: cases of the same functions go on in copies of a cache that has read them
     bytes       of the cache that the question was answered from, schemas included
@@ -120,21 +120,24 @@ class Bfcl(Experiment):
 def outcome(case: Case, transcript: Transcript, spare: int) -> Data:
     """What the first calls of all answers say of the way to hold a case."""
     answers: list[Answer] = []
+    said: list[str] = []
     names: list[int] = []
     correct: list[int] = []
     for turn in case.turns:
         transcript.turn([{"role": "user", "content": turn.asked}])
-        for call in turn.calls:
+        for true in turn.calls:
             reader = FirstCall(transcript.template.tokenizer, case.signatures)
-            most = spare + len(transcript.template.plain(json.dumps([call.name, call.given])))
+            most = spare + len(transcript.template.plain(json.dumps([true.name, true.given])))
             answers.append(transcript.answer(most, reader.put, keep=False))
-            said = reader.end()
-            names.append(int(said is not None and said.name == call.name))
-            correct.append(int(said is not None and is_right(case, said, call)))
-            transcript.messages += carried_out(call)
+            call = reader.end()
+            said.append("" if call is None else call.name)
+            names.append(int(said[-1] == true.name))
+            correct.append(int(call is not None and is_right(case, call, true)))
+            transcript.messages += carried_out(true)
     return {
-        **columns(answers), "correct": correct, "names": names, "right": mean(correct), "right_name": mean(names),
-        "changed": [int(each.changed) for each in answers], "turns": len(case.turns),
+        **columns(answers), "correct": correct, "names": names, "said": said,
+        "changed": [int(each.changed) for each in answers],
+        "right": mean(correct), "right_name": mean(names), "turns": len(case.turns),
     }  # fmt: skip
 
 
