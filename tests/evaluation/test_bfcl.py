@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvsketch.serve.chats import CHAT
 from kvsketch.serve.text import Template
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import bfcl, bfcl_cases
+from kvsketch_lab.evaluation import bfcl, bfcl_cases, transcripts
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.transcripts import Answer, Prologue, ReadPrologues, Transcript, TranscriptOptions
 from tests.helpers.tiny import save_tiny_model
@@ -352,3 +352,15 @@ def test_shares_of_spans_are_checked_before_anything_is_measured(folder: Path, p
     with pytest.raises(ValueError, match="snapkv compacts no spans; use full, summary or rehearse:wait=compact"):
         bfcl.main([*options, "--methods", "full,snapkv"])
     assert not (tmp_path / "out").exists()
+
+
+def test_a_way_that_fails_leaves_the_others(folder: Path, place: Path, tmp_path: Path, monkeypatch: Any) -> None:
+    def refuse(*arguments: Any) -> list[Any]:
+        raise RuntimeError("no spans today")
+
+    monkeypatch.setattr(transcripts, "finished_spans", refuse)
+    options = ["--model", str(folder), "--package", str(place), "--classes", "LampAPI", "--cases", "1"]
+    methods = f"{CHAT},full"
+    assert bfcl.main([*options, "--methods", methods, "--answer", "8", "--out", str(tmp_path)]) == 1
+    ours, full = (each["data"] for each in records.read(tmp_path / "bfcl.jsonl"))
+    assert ours["failed"] == "RuntimeError: no spans today" and full["right"] == 0 and "failed" not in full
