@@ -11,7 +11,6 @@ asked the same. Ways are those of `kvsketch eval agents`.
     prefill     tokens read for a question, those for a summary and those that are repeated included; the system prompt
                 and the tool schemas are not: cases of the same functions go on in copies of a cache that has read them
     bytes       of the cache that the question was answered from, schemas included
-    changed     whether something had become small, or was summarised, when the question was asked
     kinds       tokens of the whole transcript by what they are; large: of tool results that are not too short to become
                 small
 
@@ -140,7 +139,6 @@ def outcome(case: Case, transcript: Transcript, spare: int) -> Data:
             transcript.messages += carried_out(true)
     return {
         **columns(answers), "correct": correct, "names": names, "said": said,
-        "changed": [int(each.changed) for each in answers],
         "right": mean(correct), "right_name": mean(names), "turns": len(case.turns),
     }  # fmt: skip
 

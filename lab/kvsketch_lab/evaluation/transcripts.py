@@ -69,15 +69,12 @@ def shares_of(budget: str) -> dict[str, str]:
 
 
 class Answer(NamedTuple):
-    """An answer, the tokens that were read for it, and the cache that it was given from: its bytes and tokens, and
-    whether something has become small in it or was replaced by a summary.
-    """
+    """An answer, the tokens that were read for it, and bytes and tokens of the cache that it was given from."""
 
     text: str
     prefill: int
     bytes: int
     tokens: int
-    changed: bool
     seconds: float
 
 
@@ -144,7 +141,6 @@ class Transcript:
         self.messages: list[Message] = [prologue.system]
         self.begins: list[int] = []  # the first message of each turn
         self._prefilled = 0
-        self._summarised = False
 
     def begin(self, read: ReadPrologues) -> int:
         """Goes on from a cache that has read system prompt and tools; how many tokens these are."""
@@ -176,8 +172,8 @@ class Transcript:
 
     def _said(
         self, messages: Sequence[Message], most: int, ended: Callable[[int], bool], keep: bool
-    ) -> tuple[str, tuple[int, int, bool]]:
-        """A greedy answer; bytes and tokens of the cache that it was given from, and whether it has changed."""
+    ) -> tuple[str, tuple[int, int]]:
+        """A greedy answer; bytes and tokens of the cache that it was given from."""
         ids = self.template.chat(messages, self.prologue.tools)
         cache, known = self.chats.open(ids, self.shares)
         device = self.model.device
@@ -186,7 +182,7 @@ class Transcript:
         if self.shares:
             spans = finished_spans(self.template, messages, self.prologue.tools)
             self._prefilled += cache.compact(spans, self.shares, self.model, torch.tensor([ids], device=device))
-        held = cache.device_bytes, cache.tokens_seen, self._summarised or cache.tokens_stored < cache.tokens_seen
+        held = cache.device_bytes, cache.tokens_seen
         said: list[int] = []
         ends = {self.template.tokenizer.eos_token_id, *_listed(self.model.generation_config.eos_token_id)}
         while len(said) < most and (token := int(logits.argmax(-1))) not in ends:
@@ -211,7 +207,6 @@ class Transcript:
             {"role": "user", "content": f"What happened so far:\n{summary}"},
             {"role": "assistant", "content": "Understood."},
         ]
-        self._summarised = True
         shift = 1 + len(told) - first
         self.messages = [self.messages[0], *told, *self.messages[first:]]
         self.begins = [begin + shift for begin in self.begins[-recent:]]

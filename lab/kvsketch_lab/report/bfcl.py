@@ -76,10 +76,15 @@ def _rows(held: dict[str, list[Data]]) -> list[list[str]]:
 
 
 def _changed(cases: Sequence[Data], exact: dict[str, Data]) -> str:
-    """Right calls of the questions that a changed cache was asked, beside those of the full cache; empty without."""
-    asked = [(data, at) for data in cases for at, changed in enumerate(data["changed"]) if changed]
-    if not asked:
-        return ""
-    right = f"{sum(data['correct'][at] for data, at in asked)} of {len(asked)}"
-    full = [exact[data["sample"]]["correct"][at] for data, at in asked if data["sample"] in exact]
-    return f"{right} (full: {sum(full)})" if full else right
+    """Right calls of questions whose cache was not that of the full one, in bytes or tokens, beside the full cache's
+    own; empty without such questions.
+    """
+    pairs = [(data, exact[data["sample"]]) for data in cases if data["sample"] in exact]
+    asked = [
+        (own["correct"][at], full["correct"][at])
+        for own, full in pairs
+        for at in range(len(own["correct"]))
+        if any(own[part][at] != full[part][at] for part in ("bytes", "tokens"))
+    ]
+    right, of_full = (sum(each) for each in zip(*asked, strict=True)) if asked else (0, 0)
+    return f"{right} of {len(asked)} (full: {of_full})" if asked else ""
