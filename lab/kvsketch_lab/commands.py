@@ -32,6 +32,7 @@ EXPERIMENTS = {
     "bits": "Keys and values in few bits: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
     "promise": "Whether a promise of the loss holds: on passages that were not tried, and for answers.",
     "agents": "A long run of an agent: spans compacted in place beside the full cache and summaries.",
+    "bfcl": "Calls of functions in talks of some turns, held as those of agents: bfcl-eval's multi-turn cases.",
     "token-life": "How long each token of a document stays in the cache, by layer and head.",
 }
 BENCHMARKS = {

@@ -188,11 +188,11 @@ def test_out_is_a_folder(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
-def test_seeds() -> None:
-    assert experiment.parse_seeds("0,2-4,2") == [0, 2, 3, 4]
+def test_lists_of_numbers() -> None:
+    assert experiment.parse_numbers("0,2-4,2", "--seeds") == [0, 2, 3, 4]
     for wrong in ("", "a", "3-1", "1-"):
-        with pytest.raises(ValueError, match="--seeds"):
-            experiment.parse_seeds(wrong)
+        with pytest.raises(ValueError, match="--cases"):
+            experiment.parse_numbers(wrong, "--cases")
 
 
 def test_contenders() -> None:

@@ -231,7 +231,7 @@ class Experiment(ABC):
 
     @property
     def seeds(self) -> list[int]:
-        return parse_seeds(self.options.seeds)
+        return parse_numbers(self.options.seeds, "--seeds")
 
     @property
     def setting(self) -> tuple[tuple[str, Any], ...]:
@@ -257,17 +257,17 @@ def failure(error: BaseException) -> dict[str, Any]:
     return {FAILED: f"{type(error).__name__}: {' '.join(str(error).split())}"}
 
 
-def parse_seeds(text: str) -> list[int]:
-    """`0,1,2` or `0-9`, or both."""
+def parse_numbers(text: str, flag: str) -> list[int]:
+    """`0,1,2` or `0-9`, or both; ValueError that names the option."""
     result: list[int] = []
     try:
         for part in text.split(","):
             first, dash, last = part.strip().partition("-")
             result += range(int(first), int(last) + 1) if dash else [int(first)]
     except ValueError:
-        raise ValueError(f"--seeds {text!r} is not a list of seeds; use whole numbers such as 0,1,2 or 0-9") from None
+        raise ValueError(f"{flag} {text!r} is not a list of numbers; use whole numbers such as 0,1,2 or 0-9") from None
     if not result:
-        raise ValueError(f"--seeds {text!r} names no seed; use whole numbers such as 0,1,2 or 0-9")
+        raise ValueError(f"{flag} {text!r} names no number; use whole numbers such as 0,1,2 or 0-9")
     return list(dict.fromkeys(result))
 
 

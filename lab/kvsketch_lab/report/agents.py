@@ -35,7 +35,7 @@ def ways(measured: Sequence[Data]) -> dict[str, list[Data]]:
     result: dict[str, list[Data]] = {}
     for data in sorted(measured, key=lambda data: data["method"] != FULL):
         limit = f":at={data['summary_at']}" if "summary_at" in data else ""
-        share = f" tool={data['budget']}" if data["budget"] else ""
+        share = data["budget"] and f" {data['budget'] if '=' in data['budget'] else 'tool=' + data['budget']}"
         result.setdefault(f"{data['method']}{limit}{share}", []).append(data)
     return result
 
