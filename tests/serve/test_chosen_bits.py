@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,13 @@ from kvsketch import CompressedCache
 from kvsketch.decode.shared import SAMPLED, SharedRows, with_bits
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.slots.codes import FEW, MANY
 from kvsketch.slots.documents import DocumentRows
 from kvsketch.slots.rows import EqualRows, MixedRows
 from tests.cache.test_chosen_bits import LOUD, bits_of, loud
 from tests.helpers import zoo
+from tests.helpers.engines import starting
 from tests.helpers.tiny import save_tiny_model
 
 REHEARSE = "rehearse:budget=50%:sinks=2:recent=4:chunk=64:bits=auto"
@@ -46,18 +45,7 @@ def answer_alone(method: Method, ids: tuple[int, ...], count: int) -> list[int]:
     return kvsketch.generate(model(), inputs, cache, max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.fixture
-def start() -> Iterator[Any]:
-    engines: list[BatchedEngine] = []
-
-    def engine(method: str | Method, **options: Any) -> BatchedEngine:
-        usual = {"rows": 3, "longest": 300, "prefill": "exact"}
-        engines.append(BatchedEngine(model(), method, **{**usual, **options}))
-        return engines[-1]
-
-    yield engine
-    for each in engines:
-        each.close(drain=False)
+start = starting(model, rows=3, longest=300, prefill="exact")
 
 
 @pytest.mark.parametrize("method", METHODS)
