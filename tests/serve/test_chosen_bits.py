@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.decode import shared
 from kvsketch.decode.shared import SAMPLED, SharedRows, with_bits
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -115,21 +117,27 @@ def test_memory_bounds_the_stores_of_all_formats() -> None:
     assert SharedRows(model(), REHEARSE, 8, 300, memory=within).device_bytes <= 1.05 * within
 
 
-def test_a_server_chooses_by_a_text_of_its_own_unless_it_has_one_row(tmp_path: Path) -> None:
+def test_a_server_chooses_by_a_text_of_its_own_unless_it_has_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[serve]'")
     pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
+    from kvsketch.serve.sample_text import SAMPLE_TEXT
     from kvsketch.serve.server import start_service
 
-    folder = save_tiny_model(tmp_path / "tiny")
-    tiny, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "tiny"))
+    served = loud(vocab_size=len(tokenizer), max_position_embeddings=2 * SAMPLED)
+    reading = Mock(wraps=shared.prefill)
+    monkeypatch.setattr(shared, "prefill", reading)
     services = [
-        start_service(tiny, tokenizer, "tiny", "rehearse:budget=1/2:bits=auto", folder=tmp_path / f"{rows}", rows=rows)
+        start_service(served, tokenizer, "loud", "full:bits=auto", folder=tmp_path / f"{rows}", rows=rows)
         for rows in (2, 1)
     ]
     try:
-        shared, single = (service.engine for service in services)
-        assert not shared.alone and len(shared.method.chosen_keys) == tiny.config.num_hidden_layers
-        assert services[0].method.chosen_keys == shared.method.chosen_keys
+        several, single = (service.engine for service in services)
+        assert not several.alone and several.method.chosen_keys == services[0].method.chosen_keys == CHOSEN
+        _, (ids,), _ = reading.call_args_list[0].args
+        assert tokenizer.decode(ids) == SAMPLE_TEXT[:SAMPLED]  # a token is a byte
         # One row shares nothing: each prompt chooses.
         assert single.alone and single.method.chosen_keys == ()
     finally:
