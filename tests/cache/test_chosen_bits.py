@@ -33,8 +33,8 @@ METHODS = (
 PIECES = [(0, 120), (120, 121), (121, 130), (130, 131)]
 
 
-def loud(dtype: torch.dtype = torch.float32) -> Any:
-    model = zoo.build("llama", **SIZES)
+def loud(dtype: torch.dtype = torch.float32, **changes: Any) -> Any:
+    model = zoo.build("llama", **SIZES, **changes)
     with torch.no_grad():
         for projection in (model.model.layers[LOUD].self_attn.q_proj, model.model.layers[LOUD].self_attn.k_proj):
             projection.weight.mul_(12.0)

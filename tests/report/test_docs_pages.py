@@ -8,12 +8,14 @@ from typing import Any
 
 import pytest
 
-from kvsketch import METHODS
+from kvsketch import METHODS, advice
 from kvsketch.cli.methods import describe
 from kvsketch_lab import records, sizes
-from kvsketch_lab.report import blocks, docs, recall, streams
+from kvsketch_lab.report import blocks, docs, papers, recall, recommend, streams
 from kvsketch_lab.report.body import body
+from kvsketch_lab.report.papers import CLOSE, FAILS, HOLDS, NOTHING
 from tests.report.sample_records import record, write
+from tests.report.test_papers import ALL
 
 ROOT = Path(__file__).parents[2]
 COMMAND = "run: kvsketch report --docs"
@@ -75,10 +77,36 @@ def test_no_number_of_a_row_is_typed_by_hand() -> None:
     assert typed <= from_papers, typed - from_papers
 
 
-def test_records_name_no_folder_of_a_machine() -> None:
-    for path in (ROOT / "results").rglob("*.jsonl"):
-        for each in records.read(path):
-            assert " /" not in each["command"] and "=/" not in each["command"], path.name
+def test_records_name_no_folder_of_a_machine(numbers: docs.Numbers) -> None:
+    for each in numbers.everything:
+        assert " /" not in each["command"] and "=/" not in each["command"], each["file"]
+
+
+def test_the_table_in_the_library_is_what_the_records_give(numbers: docs.Numbers) -> None:
+    written = (ROOT / "src" / "kvsketch" / advice.FILE).read_text(encoding="utf-8")
+    assert written == recommend.file_text(numbers.everything)
+
+
+def test_verdicts_follow_from_the_numbers(numbers: docs.Numbers) -> None:
+    """A claim that holds is true of the means; one that does not is false of one of them."""
+    seen = set()
+    for name, claim in ALL:
+        values = {key: papers.value_of(numbers, each) for key, each in {**claim.ours, **claim.beside}.items()}
+        kind, _ = papers.judged(claim, values)
+        seen.add(kind)
+        if claim.rule and kind != NOTHING:
+            means = {key: value.estimate.value for key, value in values.items() if value}
+            true = [compared(each, means) for each in claim.comparisons()]
+            assert all(true) if kind == HOLDS else kind == CLOSE or not all(true), (name, claim.at)
+        if claim.rule and kind == NOTHING:
+            named = {part for each in claim.comparisons() for part in papers.parsed(each)[::3]}
+            assert any(key in named and value is None for key, value in values.items()), (name, claim.at)
+    assert {HOLDS, FAILS, CLOSE} <= seen
+
+
+def compared(comparison: str, means: dict[str, float]) -> bool:
+    left, sign, factor, right = papers.parsed(comparison)
+    return bool(papers.COMPARE[sign](means[left], factor * means[right] if right in means else float(right)))
 
 
 def test_an_unknown_block_is_named(tmp_path: Path) -> None:

@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from kvsketch import advice
 from kvsketch.cli import app
 from kvsketch_lab import records
 from kvsketch_lab.report import docs, equal_bytes, recommend, render
 from tests.report.sample_records import record
 
-ROOT = Path(__file__).parents[2]
 MODEL = docs.BIG.partition(" ")[0]
 RIGHT = {"full": 1.0, "full:bits=4": 1.0, "rehearse": 0.75, "snapkv": 0.25}
 
@@ -111,11 +109,6 @@ def test_what_fits_is_recommended_from_the_smallest_loss_on(root: Path) -> None:
     assert measured.fitting(0.3, "seen") == []
     on_host = [answer("clusterkv", "1/8", 0.12, number, 1.0, host_bytes=9) for number in range(8)]
     assert recommend.table([*result, *on_host])[MODEL] == measured, "bytes of the host are not bytes saved"
-
-
-def test_the_table_in_the_library_is_what_the_records_give() -> None:
-    given = recommend.file_text(records.read_folder(ROOT / "results", below=True))
-    assert (ROOT / "src" / "kvsketch" / advice.FILE).read_text(encoding="utf-8") == given
 
 
 def test_the_command_says_what_it_does_not_know(root: Path) -> None:

@@ -3,32 +3,34 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.decode import shared
 from kvsketch.decode.shared import SAMPLED, SharedRows, with_bits
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
-from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.slots.codes import FEW, MANY
 from kvsketch.slots.documents import DocumentRows
 from kvsketch.slots.rows import EqualRows, MixedRows
 from tests.cache.test_chosen_bits import LOUD, bits_of, loud
 from tests.helpers import zoo
+from tests.helpers.engines import starting
 from tests.helpers.tiny import save_tiny_model
 
 REHEARSE = "rehearse:budget=50%:sinks=2:recent=4:chunk=64:bits=auto"
 METHODS = {REHEARSE: MixedRows, "snapkv:budget=24:window=4:bits=auto": EqualRows, "kvzip:chunk=64:bits=auto": MixedRows}
 CHOSEN = tuple(MANY if layer == LOUD else FEW for layer in range(16))
-LENGTHS = [(80, 70), (70, 9), (90, 12), (66, 3), (5, 4)]  # tokens of the prompt and of the answer
+LENGTHS = [(80, 14), (70, 9), (90, 12), (66, 3), (5, 4)]  # tokens of the prompt and of the answer
+REHEARSED = [(80, 70), *LENGTHS[1:]]  # the first is longer than what waits for a rehearsal
 
 
 @functools.cache
@@ -46,28 +48,17 @@ def answer_alone(method: Method, ids: tuple[int, ...], count: int) -> list[int]:
     return kvsketch.generate(model(), inputs, cache, max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.fixture
-def start() -> Iterator[Any]:
-    engines: list[BatchedEngine] = []
-
-    def engine(method: str | Method, **options: Any) -> BatchedEngine:
-        usual = {"rows": 3, "longest": 300, "prefill": "exact"}
-        engines.append(BatchedEngine(model(), method, **{**usual, **options}))
-        return engines[-1]
-
-    yield engine
-    for each in engines:
-        each.close(drain=False)
+start = starting(model, rows=3, longest=300, prefill="exact")
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_requests_share_tables_and_get_the_tokens_of_such_bits(method: str, start: Any) -> None:
-    """Rows come and go, and one is rehearsed among the others."""
-    engine = start(method)
+    """Rows come and go; with rehearse, one is rehearsed among the others."""
+    engine, lengths = start(method), REHEARSED if method == REHEARSE else LENGTHS
     assert not engine.alone and engine.method.chosen_keys == CHOSEN and engine.method == parse_method(method)
     assert isinstance(engine._shared.store, METHODS[method])
-    tickets = [engine.submit(Request(prompt(i, n), count)) for i, (n, count) in enumerate(LENGTHS)]
-    for number, (ticket, (length, count)) in enumerate(zip(tickets, LENGTHS, strict=True)):
+    tickets = [engine.submit(Request(prompt(i, n), count)) for i, (n, count) in enumerate(lengths)]
+    for number, (ticket, (length, count)) in enumerate(zip(tickets, lengths, strict=True)):
         assert list(ticket) == answer_alone(engine.method, prompt(number, length), count), f"request {number}"
     assert [table.stored_bits.pair for table in engine._shared.tables] == [(keys, FEW) for keys in CHOSEN]
     assert all(not store.rows for store in getattr(engine._shared.store, "stores", ())), "rows have given slots back"
@@ -129,21 +120,27 @@ def test_memory_bounds_the_stores_of_all_formats() -> None:
     assert SharedRows(model(), REHEARSE, 8, 300, memory=within).device_bytes <= 1.05 * within
 
 
-def test_a_server_chooses_by_a_text_of_its_own_unless_it_has_one_row(tmp_path: Path) -> None:
+def test_a_server_chooses_by_a_text_of_its_own_unless_it_has_one_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[serve]'")
     pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
+    from kvsketch.serve.sample_text import SAMPLE_TEXT
     from kvsketch.serve.server import start_service
 
-    folder = save_tiny_model(tmp_path / "tiny")
-    tiny, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
+    tokenizer = AutoTokenizer.from_pretrained(save_tiny_model(tmp_path / "tiny"))
+    served = loud(vocab_size=len(tokenizer), max_position_embeddings=2 * SAMPLED)
+    reading = Mock(wraps=shared.prefill)
+    monkeypatch.setattr(shared, "prefill", reading)
     services = [
-        start_service(tiny, tokenizer, "tiny", "rehearse:budget=1/2:bits=auto", folder=tmp_path / f"{rows}", rows=rows)
+        start_service(served, tokenizer, "loud", "full:bits=auto", folder=tmp_path / f"{rows}", rows=rows)
         for rows in (2, 1)
     ]
     try:
-        shared, single = (service.engine for service in services)
-        assert not shared.alone and len(shared.method.chosen_keys) == tiny.config.num_hidden_layers
-        assert services[0].method.chosen_keys == shared.method.chosen_keys
+        several, single = (service.engine for service in services)
+        assert not several.alone and several.method.chosen_keys == services[0].method.chosen_keys == CHOSEN
+        _, (ids,), _ = reading.call_args_list[0].args
+        assert tokenizer.decode(ids) == SAMPLE_TEXT[:SAMPLED]  # a token is a byte
         # One row shares nothing: each prompt chooses.
         assert single.alone and single.method.chosen_keys == ()
     finally:

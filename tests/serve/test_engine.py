@@ -7,7 +7,6 @@ import functools
 import itertools
 import random
 import threading
-from collections.abc import Iterator
 from typing import Any
 from unittest.mock import Mock
 
@@ -26,6 +25,7 @@ from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
+from tests.helpers.engines import starting
 
 METHODS = [
     *(
@@ -72,19 +72,7 @@ def answer_alone(method: str, ids: tuple[int, ...], count: int, cache: Compresse
     return kvsketch.generate(model(), inputs, cache, max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.fixture
-def start() -> Iterator[Any]:
-    engines: list[BatchedEngine] = []
-
-    def engine(method: str, **options: Any) -> BatchedEngine:
-        usual = {"model": model(), "method": method, "rows": 3, "longest": 100, "prefill": "stream", "chunk": CHUNK}
-        options = {**usual, **options}
-        engines.append(BatchedEngine(**options))
-        return engines[-1]
-
-    yield engine
-    for each in engines:
-        each.close(drain=False)
+start = starting(model, rows=3, longest=100, prefill="stream", chunk=CHUNK)
 
 
 @pytest.mark.parametrize("method", METHODS)

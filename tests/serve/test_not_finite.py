@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -19,6 +18,7 @@ from kvsketch.serve.requests import Request
 from kvsketch.slots.codes import NotFinite
 from tests.helpers import zoo
 from tests.helpers.common import thinned, with_budget
+from tests.helpers.engines import starting
 
 METHODS = [
     *(with_budget(name, 16) for name, method in kvsketch.METHODS.items() if not method.budget_is_mean),
@@ -73,18 +73,7 @@ def poisoned(when: str) -> Request:
     return Request(prompt(9, 70, *last), 12)
 
 
-@pytest.fixture
-def start() -> Iterator[Any]:
-    engines: list[BatchedEngine] = []
-
-    def engine(method: str, **options: Any) -> BatchedEngine:
-        usual = {"model": model(), "rows": 3, "longest": LONGEST, "chunk": CHUNK}
-        engines.append(BatchedEngine(method=method, **{**usual, **options}))
-        return engines[-1]
-
-    yield engine
-    for each in engines:
-        each.close(drain=False)
+start = starting(model, rows=3, longest=LONGEST, chunk=CHUNK)
 
 
 def require_refused(ticket: Any) -> None:

@@ -6,7 +6,6 @@ import copy
 import functools
 import gc
 import time
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,6 +21,7 @@ from kvsketch.slots import documents as shared_documents
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.documents import DocumentRows
 from tests.helpers import zoo
+from tests.helpers.engines import starting
 from tests.serve.test_engine import AsksNothing
 
 METHODS = [
@@ -56,18 +56,7 @@ def alone(method: str, ids: tuple[int, ...], count: int, document: CompressedCac
     return kvsketch.generate(model(), inputs, cache, max_new_tokens=count, do_sample=False)[0, len(ids) :].tolist()
 
 
-@pytest.fixture
-def start() -> Iterator[Any]:
-    engines: list[BatchedEngine] = []
-
-    def engine(method: str = METHOD, **options: Any) -> BatchedEngine:
-        usual = {"rows": 3, "longest": 400, "prefill": "stream", "chunk": CHUNK, "documents": True}
-        engines.append(BatchedEngine(model(), method, **{**usual, **options}))
-        return engines[-1]
-
-    yield engine
-    for each in engines:
-        each.close(drain=False)
+start = starting(model, method=METHOD, rows=3, longest=400, prefill="stream", chunk=CHUNK, documents=True)
 
 
 @pytest.mark.parametrize("method", METHODS)

@@ -22,9 +22,9 @@ from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
-from kvsketch.serve.engine import __doc__ as engine_text
 from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
+from kvsketch.serve.sample_text import SAMPLE_TEXT
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
@@ -105,8 +105,8 @@ def model_name(spec: str) -> str:
 
 
 def _sample(tokenizer: Any, method: Method) -> Tensor | None:  # [1, n]
-    """A text that is always at hand, to choose the bits of all rows where the method chooses any."""
-    return tokenizer(engine_text, return_tensors="pt")["input_ids"] if method.stored_bits.auto and engine_text else None
+    """The tokens that choose the bits of all rows; None where the method chooses none."""
+    return tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"] if method.stored_bits.auto else None
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:
