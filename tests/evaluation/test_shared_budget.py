@@ -16,6 +16,7 @@ from kvsketch_lab import records
 from kvsketch_lab.evaluation import attention_protocol, mixtures, shared_budget
 from kvsketch_lab.evaluation.attention_protocol import PREFIX, Captured
 from kvsketch_lab.evaluation.mixtures import parse_contender
+from kvsketch_lab.evaluation.shared_budget import Asked
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 
@@ -175,22 +176,19 @@ def test_heads_have_numbers_of_their_own(layers: list[Captured], draw: mixtures.
 def test_a_sample_without_its_weights_is_worse(layers: list[Captured], angles: tuple[float, ...]) -> None:
     """What is measured reads the weights."""
     method, tables = compressed("mixture:top=0", 8, layers, angles)
-    before = [_error(method, *each) for each in zip(tables, layers, strict=True)]
+    asked = [Asked.of(layer, CONTEXT, angles) for layer in layers]
+    before = [sum(own.errors(method, table)) for own, table in zip(asked, tables, strict=True)]
     for table in tables:
         table.bounded.log_den.clamp_(max=0.0)
-    after = [_error(method, *each) for each in zip(tables, layers, strict=True)]
+    after = [sum(own.errors(method, table)) for own, table in zip(asked, tables, strict=True)]
     assert sum(after) > 1.2 * sum(before) > 0
-
-
-def _error(method: Method, table: SlotTable, layer: Captured) -> float:
-    return shared_budget.error(method, table, layer, layer.queries[:, :, CONTEXT:])
 
 
 def test_everything_kept_is_exact(layers: list[Captured], angles: tuple[float, ...]) -> None:
     for text in ("mixture:top=0", "mixture:top=1/2:score=votes"):
         method, tables = compressed(text, 1, layers, angles)
         for table, layer in zip(tables, layers, strict=True):
-            assert _error(method, table, layer) < 1e-5
+            assert max(Asked.of(layer, CONTEXT, angles).errors(method, table)) < 1e-5
 
 
 def test_replayed_queries_are_not_those_of_a_refit() -> None:

@@ -28,7 +28,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,7 +97,7 @@ class SharedBudget(LayerExperiment):
         super().__init__(options)
         if options.budgets_in != "tokens":
             raise ValueError("shared-budget compares contenders of the same number of slots; use --budgets-in tokens")
-        self._text, self._scored, self._asked = "", dict[str, list[SlotTable]](), list[Tensor]()
+        self._text, self._scored, self._asked = "", dict[str, list[SlotTable]](), list[Asked]()
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -145,10 +145,10 @@ class SharedBudget(LayerExperiment):
         raise ValueError(f"shared-budget rotates queries by the rotary angles of the model, and {why}")
 
     def _start(self, name: str, layers: list[Captured]) -> None:
-        """Queries of a replay of the text; what contenders have scored is kept until the next text."""
+        """What is asked about the text; what contenders have scored is kept until the next one."""
         if self._text != name:
             self._text, self._scored = name, {}
-            self._asked = [replayed(layer, self.options.tokens, self._angles) for layer in layers]
+            self._asked = [Asked.of(layer, self.options.tokens, self._angles) for layer in layers]
 
     def _outcome(self, cell: Cell, layers: list[Captured]) -> dict[str, Any]:
         context, total = self.options.tokens, PREFIX.reads(self.options.tokens, rate_of(cell.budget))
@@ -156,10 +156,8 @@ class SharedBudget(LayerExperiment):
         tables = self._tables(cell, method, layers)
         method.settle(tables)
         held = torch.stack([(table.index_slots() >= 0).sum(-1) for table in tables])  # [L, 1, H]
-        later = [
-            error(method, t, layer, layer.queries[:, :, context:]) for t, layer in zip(tables, layers, strict=True)
-        ]
-        replay = [error(method, *each) for each in zip(tables, layers, self._asked, strict=True)]
+        errors = [asked.errors(method, table) for asked, table in zip(self._asked, tables, strict=True)]
+        later, replay = zip(*errors, strict=True)
         drawn = {"cache_seed": cell.cache_seed} if method.random else {}
         return drawn | {
             "budget_tokens": total,
@@ -193,6 +191,27 @@ class SharedBudget(LayerExperiment):
         return tables
 
 
+class Asked(NamedTuple):
+    """Queries about the first tokens of a layer, and what they read of all of these."""
+
+    later: Tensor  # [1, Hq, steps, D]
+    replay: Tensor  # [1, H, ASKED, D]
+    exact: tuple[Tensor, Tensor]
+
+    @classmethod
+    def of(cls, layer: Captured, context: int, angles: tuple[float, ...]) -> Asked:
+        keys, values = layer.keys[:, :, :context], layer.values[:, :, :context]
+        asked = layer.queries[:, :, context:], replayed(layer, context, angles)
+        one, other = (ops.weighted_attention(q, keys, values, None, None, layer.scale) for q in asked)
+        return cls(*asked, (one, other))
+
+    def errors(self, method: Method, table: SlotTable) -> tuple[float, float]:
+        """Of later queries and of the replay, for what they read of a table."""
+        asked = zip((self.later, self.replay), self.exact, strict=True)
+        one, other = (relative_error(from_slots(method, table, q), exact) for q, exact in asked)
+        return one, other
+
+
 def checked(method: Method) -> Method:
     """The method; raises ValueError for one whose slots are not those that are compared."""
     if method.family not in ("evict", "summarise"):
@@ -210,13 +229,6 @@ def replayed(layer: Captured, context: int, angles: tuple[float, ...]) -> Tensor
     again = table.state_of(Waiting).again
     assert again is not None
     return again[:, :, :, QUERIES:].flatten(2, 3)
-
-
-def error(method: Method, table: SlotTable, layer: Captured, queries: Tensor) -> float:
-    """The error of what queries [1, Hq or H, n, D] read of a table, against all tokens that it has seen."""
-    keys, values = layer.keys[:, :, : table.seen], layer.values[:, :, : table.seen]
-    exact = ops.weighted_attention(queries, keys, values, None, None, layer.scale)
-    return relative_error(from_slots(method, table, queries), exact)
 
 
 command, main = runner.commands(SharedBudget)
