@@ -17,6 +17,7 @@ scores fill it with the best tokens, `top` of the slots, and a weighted sample o
     mixture:top=0                       a balanced sample, heads share a budget
     mixture:top=0:share=head            the same in equal heads: balancekv
     mixture:top=1/2                     half of a head's slots for its best tokens, half for the sample
+    mixture:top=1/2:share=head          the same in equal heads
     mixture:top=1/2:rest=uniform        the same with a uniform sample
     mixture:top=1/2:refit=full          refitted, as rehearse refits its best tokens
 
@@ -67,9 +68,9 @@ CONTENDERS = (
     "snapkv:share=model",
     "rehearse:bits=16",
     "mixture:top=1/2",
+    "mixture:top=1/2:share=head",
     "mixture:top=3/4",
     "mixture:top=1/2:score=votes",
-    "mixture:top=3/4:score=votes",
     "mixture:top=1/2:rest=uniform",
     "mixture:top=3/4:rest=uniform",
     "mixture:top=1/2:refit=full",
