@@ -16,35 +16,39 @@ from kvsketch_lab.report.kinds import NOTHING, Data, model_name
 
 LATER, REPLAY = "later", "replay"
 BETTER, WORSE, CLOSE = "better", "worse", "too close to tell"
-BALANCED, BEST, REFITTED, MIXED = "balancekv", "rehearse:bits=16:refit=none", "rehearse:bits=16", "mixture:top=1/2"
-SHARED = "mixture:top=0"
+BALANCED, BEST, REFITTED = "balancekv", "rehearse:bits=16:refit=none", "rehearse:bits=16"
+SHARED, MIXED, EQUAL = "mixture:top=0:floor=50%", "mixture:top=1/2:floor=50%", "mixture:top=1/2:share=head"
+VOTED = "snapkv:share=model"
 # What contenders keep, in the order in which they are shown.
 FORMS = {
     "uniform": "a uniform sample, equal heads",
     BALANCED: "a balanced sample, equal heads",
-    SHARED: "a balanced sample, heads share by replay",
-    "mixture:top=0:score=votes": "a balanced sample, heads share by votes",
-    "snapkv:share=model": "the best tokens, heads share by votes",
-    BEST: "the best tokens, heads share by replay",
-    "mixture:top=1/2:rest=uniform": "half the best tokens, half a uniform sample, by replay",
-    "mixture:top=3/4:rest=uniform": "three quarters the best tokens, the rest a uniform sample, by replay",
-    MIXED: "half the best tokens, half a balanced sample, by replay",
-    "mixture:top=1/2:share=head": "half the best tokens, half a balanced sample, by replay, equal heads",
-    "mixture:top=3/4": "three quarters the best tokens, the rest a balanced sample, by replay",
-    "mixture:top=1/2:score=votes": "half the best tokens, half a balanced sample, by votes",
-    "mixture:top=1/2:refit=full": "half the best tokens, half a balanced sample, by replay, refitted",
-    REFITTED: "the best tokens, heads share by replay, refitted",
+    SHARED: "a balanced sample, heads share half of a budget by replay",
+    "mixture:top=0": "a balanced sample, heads share 80% of a budget by replay",
+    "mixture:top=0:score=votes": "a balanced sample, heads share 80% by votes",
+    BEST: "the best tokens by replay, heads share a budget",
+    VOTED: "the best tokens by votes, heads share 80%",
+    EQUAL: "half the best tokens by replay, half a balanced sample, equal heads",
+    MIXED: "the same, heads share half of a budget",
+    "mixture:top=1/2": "the same, heads share 80%",
+    "mixture:top=3/4": "three quarters the best tokens by replay, the rest balanced, heads share 80%",
+    "mixture:top=1/2:score=votes": "half the best tokens by votes, half balanced, heads share 80%",
+    "mixture:top=1/2:rest=uniform": "half the best tokens by replay, half a uniform sample, heads share 80%",
+    "mixture:top=3/4:rest=uniform": "three quarters the best tokens by replay, the rest uniform, heads share 80%",
+    "mixture:top=1/2:refit=full": "half the best tokens by replay, half balanced, heads share 80%, refitted",
+    REFITTED: "the best tokens by replay, heads share a budget, refitted",
 }
 # Questions, and the two contenders whose errors answer them.
 QUESTIONS = {
     "Does a shared budget help a balanced sample?": (SHARED, BALANCED),
     "Does one that votes divide?": ("mixture:top=0:score=votes", BALANCED),
-    "Is that sample better than the best tokens in the same budget?": (SHARED, BEST),
-    "Are best tokens and a sample better than the sample alone?": (MIXED, BALANCED),
-    "Are both better than the best tokens alone?": (MIXED, BEST),
-    "Does a shared budget help them?": (MIXED, "mixture:top=1/2:share=head"),
-    "Is a balanced rest better than a uniform one?": (MIXED, "mixture:top=1/2:rest=uniform"),
-    "Are both better than the best tokens, refitted?": (MIXED, REFITTED),
+    "Is that sample better than the best tokens in a shared budget?": (SHARED, BEST),
+    "Are best tokens and a sample better than a sample alone?": (EQUAL, BALANCED),
+    "Are both better than the best tokens alone, which share a budget?": (EQUAL, BEST),
+    "Does a shared budget help the two?": (MIXED, EQUAL),
+    "Is a balanced rest better than a uniform one?": ("mixture:top=1/2", "mixture:top=1/2:rest=uniform"),
+    "Are both, in a shared budget, better than the best tokens, refitted?": (MIXED, REFITTED),
+    "Are both, in equal heads, better than the best tokens, refitted?": (EQUAL, REFITTED),
     "Is it better to refit the two than the best tokens?": ("mixture:top=1/2:refit=full", REFITTED),
 }
 
