@@ -76,6 +76,9 @@ CONTENDERS = (
     "mixture:top=1/2:rest=uniform",
     "mixture:top=3/4:rest=uniform",
     "mixture:top=1/2:refit=full",
+    "rehearse:bits=16:refit=none:share=head",
+    "rehearse:bits=16:share=head",
+    "mixture:top=1/2:share=head:refit=full",
 )
 
 

@@ -7,6 +7,7 @@ the mean over texts, with the interval of that mean. Seeds of one text are no fu
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import stdev
 
 from kvsketch_lab.records import FAILED, Estimate, budget_value, interval_text, mean, mean_over_texts
 from kvsketch_lab.records.held_out import is_held_out_text
@@ -16,40 +17,47 @@ from kvsketch_lab.report.kinds import NOTHING, Data, model_name
 
 LATER, REPLAY = "later", "replay"
 BETTER, WORSE, CLOSE = "better", "worse", "too close to tell"
-BALANCED, BEST, REFITTED = "balancekv", "rehearse:bits=16:refit=none", "rehearse:bits=16"
-SHARED, MIXED, EQUAL = "mixture:top=0:floor=50%", "mixture:top=1/2:floor=50%", "mixture:top=1/2:share=head"
-VOTED = "snapkv:share=model"
+BALANCED, SHARED = "balancekv", "mixture:top=0:floor=50%"
+BEST, EQUAL_BEST = "rehearse:bits=16:refit=none", "rehearse:bits=16:refit=none:share=head"
+MIXED, EQUAL_MIXED = "mixture:top=1/2:floor=50%", "mixture:top=1/2:share=head"
+REFITTED, EQUAL_REFITTED = "rehearse:bits=16", "rehearse:bits=16:share=head"
+VOTED, EQUAL_BOTH = "snapkv:share=model", "mixture:top=1/2:share=head:refit=full"
 # What contenders keep, in the order in which they are shown.
 FORMS = {
     "uniform": "a uniform sample, equal heads",
     BALANCED: "a balanced sample, equal heads",
-    SHARED: "a balanced sample, heads share half of a budget by replay",
-    "mixture:top=0": "a balanced sample, heads share 80% of a budget by replay",
-    "mixture:top=0:score=votes": "a balanced sample, heads share 80% by votes",
-    BEST: "the best tokens by replay, heads share a budget",
+    SHARED: "the same, heads share half of a budget by replay",
+    "mixture:top=0": "the same, heads share 80% by replay",
+    "mixture:top=0:score=votes": "the same, heads share 80% by votes",
+    EQUAL_BEST: "the best tokens by replay, equal heads",
+    BEST: "the same, heads share a budget",
     VOTED: "the best tokens by votes, heads share 80%",
-    EQUAL: "half the best tokens by replay, half a balanced sample, equal heads",
+    EQUAL_MIXED: "half the best tokens by replay, half a balanced sample, equal heads",
     MIXED: "the same, heads share half of a budget",
     "mixture:top=1/2": "the same, heads share 80%",
+    "mixture:top=1/2:rest=uniform": "the same with a uniform sample",
     "mixture:top=3/4": "three quarters the best tokens by replay, the rest balanced, heads share 80%",
+    "mixture:top=3/4:rest=uniform": "the same with a uniform sample",
     "mixture:top=1/2:score=votes": "half the best tokens by votes, half balanced, heads share 80%",
-    "mixture:top=1/2:rest=uniform": "half the best tokens by replay, half a uniform sample, heads share 80%",
-    "mixture:top=3/4:rest=uniform": "three quarters the best tokens by replay, the rest uniform, heads share 80%",
-    "mixture:top=1/2:refit=full": "half the best tokens by replay, half balanced, heads share 80%, refitted",
-    REFITTED: "the best tokens by replay, heads share a budget, refitted",
+    EQUAL_REFITTED: "the best tokens by replay, equal heads, refitted",
+    REFITTED: "the same, heads share a budget",
+    EQUAL_BOTH: "half the best tokens by replay, half balanced, equal heads, refitted",
+    "mixture:top=1/2:refit=full": "the same, heads share 80%",
 }
 # Questions, and the two contenders whose errors answer them.
 QUESTIONS = {
     "Does a shared budget help a balanced sample?": (SHARED, BALANCED),
     "Does one that votes divide?": ("mixture:top=0:score=votes", BALANCED),
-    "Is that sample better than the best tokens in a shared budget?": (SHARED, BEST),
-    "Are best tokens and a sample better than a sample alone?": (EQUAL, BALANCED),
-    "Are both better than the best tokens alone, which share a budget?": (EQUAL, BEST),
-    "Does a shared budget help the two?": (MIXED, EQUAL),
-    "Is a balanced rest better than a uniform one?": ("mixture:top=1/2", "mixture:top=1/2:rest=uniform"),
-    "Are both, in a shared budget, better than the best tokens, refitted?": (MIXED, REFITTED),
-    "Are both, in equal heads, better than the best tokens, refitted?": (EQUAL, REFITTED),
-    "Is it better to refit the two than the best tokens?": ("mixture:top=1/2:refit=full", REFITTED),
+    "Does a shared budget help the best tokens?": (BEST, EQUAL_BEST),
+    "Is a balanced sample better than the best tokens, heads equal?": (BALANCED, EQUAL_BEST),
+    "Are half and half better than the sample, heads equal?": (EQUAL_MIXED, BALANCED),
+    "Are half and half better than the best tokens, heads equal?": (EQUAL_MIXED, EQUAL_BEST),
+    "Does a shared budget help half and half?": (MIXED, EQUAL_MIXED),
+    "Is a balanced half better than a uniform one?": ("mixture:top=1/2", "mixture:top=1/2:rest=uniform"),
+    "Are half and half in a shared budget better than rehearse?": (MIXED, REFITTED),
+    "Are half and half in equal heads better than rehearse?": (EQUAL_MIXED, REFITTED),
+    "Does a shared budget help the refit?": (REFITTED, EQUAL_REFITTED),
+    "Is it better to refit half and half than the best tokens, heads equal?": (EQUAL_BOTH, EQUAL_REFITTED),
 }
 
 
@@ -138,6 +146,15 @@ def tally(data: Sequence[Data], one: str, other: str, field: str = LATER) -> str
         return NOTHING
     parts = [f"{word} in {said.count(word)}" for word in (BETTER, WORSE, CLOSE) if word in said]
     return f"{', '.join(parts)} of {len(said)} comparisons"
+
+
+def seed_spread(data: Iterable[Data]) -> str:
+    """The largest standard deviation over seeds of a contender on one text, as a share of its error."""
+    found: dict[tuple[str, ...], list[float]] = {}
+    for each in held_out(data):
+        found.setdefault((model_name(each), each["sample"], each["method"], each["budget"]), []).append(each[LATER])
+    shares = [stdev(values) / mean(values) for values in found.values() if len(values) > 1]
+    return f"{max(shares):.1%}" if shares else NOTHING
 
 
 def commands(data: Iterable[Data]) -> list[str]:
