@@ -17,7 +17,8 @@ HELD_OUT = ("1907-Roosevelt-1", "1912-Taft-1", "1974-Nixon-2", "1899-McKinley-1"
 def measured(method: str, text: str, later: float, seed: int = 0, budget: str = "1/8") -> dict[str, Any]:
     return {
         "model": "m", "dtype": "float32", "method": method, "budget": budget, "sample": text, "seed": seed,
-        "tokens": 2048, "layers": "0,5", "later": later, "replay": later / 2, "command": "kvsketch eval shared-budget",
+        "tokens": 2048, "steps": 128, "layers": "0,5", "later": later, "replay": later / 2,
+        "command": "kvsketch eval shared-budget",
     }  # fmt: skip
 
 
@@ -72,6 +73,7 @@ def test_tables_have_the_numbers() -> None:
     answers = shared_budget.answers(data(), MODEL)
     assert answers.count("\n") == 3, "questions without both contenders have no row"
     assert ", better |" in answers and ", worse |" in answers
+    assert shared_budget.steps(data()) == "128"
     assert shared_budget.setting(data()) == "2,048 tokens, layers 0,5 of m (float32)"
 
 

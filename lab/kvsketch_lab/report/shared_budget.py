@@ -85,6 +85,11 @@ def setting(data: Iterable[Data]) -> str:
     return f"{' or '.join(f'{count:,}' for count in tokens)} tokens, {of_models}" if own else NOTHING
 
 
+def steps(data: Iterable[Data]) -> str:
+    """Tokens behind the compressed ones whose queries are asked."""
+    return " or ".join(map(str, sorted({each["steps"] for each in held_out(data)}))) or NOTHING
+
+
 def by_text(data: Iterable[Data], model: str, method: str, budget: str, field: str) -> dict[str, float]:
     """The error of a contender on each text, in the mean over seeds."""
     found: dict[str, list[float]] = {}
