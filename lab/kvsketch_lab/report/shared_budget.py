@@ -56,6 +56,7 @@ QUESTIONS = {
     "Is a balanced half better than a uniform one?": ("mixture:top=1/2", "mixture:top=1/2:rest=uniform"),
     "Are half and half in a shared budget better than rehearse?": (MIXED, REFITTED),
     "Are half and half in equal heads better than rehearse?": (EQUAL_MIXED, REFITTED),
+    "Are half and half in equal heads better than rehearse in equal heads?": (EQUAL_MIXED, EQUAL_REFITTED),
     "Does a shared budget help the refit?": (REFITTED, EQUAL_REFITTED),
     "Is it better to refit half and half than the best tokens, heads equal?": (EQUAL_BOTH, EQUAL_REFITTED),
 }
