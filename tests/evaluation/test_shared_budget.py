@@ -174,14 +174,15 @@ def test_heads_have_numbers_of_their_own(layers: list[Captured], draw: mixtures.
 
 
 def test_a_sample_without_its_weights_is_worse(layers: list[Captured], angles: tuple[float, ...]) -> None:
-    """What is measured reads the weights."""
-    method, tables = compressed("mixture:top=0", 8, layers, angles)
-    asked = [Asked.of(layer, CONTEXT, angles) for layer in layers]
-    before = [sum(own.errors(method, table)) for own, table in zip(asked, tables, strict=True)]
-    for table in tables:
-        table.bounded.log_den.clamp_(max=0.0)
-    after = [sum(own.errors(method, table)) for own, table in zip(asked, tables, strict=True)]
-    assert sum(after) > 1.2 * sum(before) > 0
+    """What is measured reads the weights; in the mean over seeds, for one draw may be lucky."""
+    asked, before, after = [Asked.of(layer, CONTEXT, angles) for layer in layers], 0.0, 0.0
+    for seed in range(4):
+        method, tables = compressed("mixture:top=0", 8, layers, angles, seed)
+        before += sum(sum(own.errors(method, table)) for own, table in zip(asked, tables, strict=True))
+        for table in tables:
+            table.bounded.log_den.clamp_(max=0.0)
+        after += sum(sum(own.errors(method, table)) for own, table in zip(asked, tables, strict=True))
+    assert after > 1.1 * before > 0
 
 
 def test_everything_kept_is_exact(layers: list[Captured], angles: tuple[float, ...]) -> None:

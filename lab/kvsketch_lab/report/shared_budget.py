@@ -18,6 +18,7 @@ from kvsketch_lab.report.kinds import NOTHING, Data, model_name
 LATER, REPLAY = "later", "replay"
 BETTER, WORSE, CLOSE = "better", "worse", "too close to tell"
 BALANCED, SHARED = "balancekv", "mixture:top=0:floor=50%"
+MOST_SHARED, BY_VOTES = "mixture:top=0", "mixture:top=0:score=votes"
 BEST, EQUAL_BEST = "rehearse:bits=16:refit=none", "rehearse:bits=16:refit=none:share=head"
 MIXED, EQUAL_MIXED = "mixture:top=1/2:floor=50%", "mixture:top=1/2:share=head"
 REFITTED, EQUAL_REFITTED = "rehearse:bits=16", "rehearse:bits=16:share=head"
@@ -27,8 +28,8 @@ FORMS = {
     "uniform": "a uniform sample, equal heads",
     BALANCED: "a balanced sample, equal heads",
     SHARED: "the same, heads share half of a budget by replay",
-    "mixture:top=0": "the same, heads share 80% by replay",
-    "mixture:top=0:score=votes": "the same, heads share 80% by votes",
+    MOST_SHARED: "the same, heads share 80% by replay",
+    BY_VOTES: "the same, heads share 80% by votes",
     EQUAL_BEST: "the best tokens by replay, equal heads",
     BEST: "the same, heads share a budget",
     VOTED: "the best tokens by votes, heads share 80%",
@@ -47,7 +48,9 @@ FORMS = {
 # Questions, and the two contenders whose errors answer them.
 QUESTIONS = {
     "Does a shared budget help a balanced sample?": (SHARED, BALANCED),
-    "Does one that votes divide?": ("mixture:top=0:score=votes", BALANCED),
+    "Does one that votes divide?": (BY_VOTES, BALANCED),
+    "Is a balanced sample better than the best tokens, heads share by replay?": (MOST_SHARED, BEST),
+    "Is a balanced sample better than the best tokens, heads share by votes?": (BY_VOTES, VOTED),
     "Does a shared budget help the best tokens?": (BEST, EQUAL_BEST),
     "Is a balanced sample better than the best tokens, heads equal?": (BALANCED, EQUAL_BEST),
     "Are half and half better than the sample, heads equal?": (EQUAL_MIXED, BALANCED),
