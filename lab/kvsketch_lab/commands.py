@@ -29,6 +29,7 @@ EXPERIMENTS = {
     "speculation": "Recall of a layer that scores with a query predicted from the layer before.",
     "clusterability": "How keys and values cluster: t-SNE, k-center radii, cluster counts, query norms.",
     "concentration": "How few tokens attention goes to, where they lie and for how long they matter.",
+    "shared-budget": "Best tokens, balanced samples and refits in heads that share one budget, at equal slots.",
     "bits": "Keys and values in few bits: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
     "promise": "Whether a promise of the loss holds: on passages that were not tried, and for answers.",
     "agents": "A long run of an agent: spans compacted in place beside the full cache and summaries.",

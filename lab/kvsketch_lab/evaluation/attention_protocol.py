@@ -17,7 +17,7 @@ are measured like the others.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -106,12 +106,14 @@ def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Capture
     return recorder.captured
 
 
-def configured(text: str, total: int, context: int, protocol: Protocol = PREFIX) -> Method:
+def configured(
+    text: str, total: int, context: int, protocol: Protocol = PREFIX, parse: Callable[[str], Method] = parse_method
+) -> Method:
     """The method `text`, set to read or keep `total` of `context` tokens, sinks and recent ones included."""
-    method = parse_method(text)
+    method = parse(text)
     # Tokens that are in no cluster yet are read in addition to the budget.
     budget = total - protocol.recent if method.reads_newest and total < context else total
-    method = parse_method(f"{text}:{protocol.parts(method)}:budget={budget}")
+    method = parse(f"{text}:{protocol.parts(method)}:budget={budget}")
     if method.read_positions == CACHE:
         raise ValueError(f"{text}: errors are against attention at the positions of the text; use positions=text")
     return method
@@ -136,7 +138,7 @@ def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Proto
         out = _recalled(method, table, layer, queries, protocol)
     else:
         feed(method, table, layer, 0, context)
-        out = _from_slots(method, table, asked, seen if protocol.causal else None)
+        out = from_slots(method, table, asked, seen if protocol.causal else None)
     return Outcome(relative_error(out, exact), _tokens_read(method, table, asked), _bytes(table.tensors()))
 
 
@@ -156,8 +158,9 @@ def _visible(index: Tensor, seen: int, queries: int) -> Tensor:
     return visible.view(*[1] * (4 - visible.dim()), *visible.shape)
 
 
-def new_table(layer: Captured, seed: int) -> SlotTable:
-    table = ExactTable(layer.layer, layer.num_layers, seed)
+def new_table(layer: Captured, seed: int, angles: tuple[float, ...] = ()) -> SlotTable:
+    """An empty table of the layer; `angles` of the model's rotary embedding, for methods that rotate queries."""
+    table = ExactTable(layer.layer, layer.num_layers, seed, rotary=angles)
     table.note(scale=layer.scale)
     return table
 
@@ -170,9 +173,14 @@ def _append(method: Method, table: SlotTable, layer: Captured, start: int, end: 
 
 def feed(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
     """Adds the tokens [start, end) to the table and compresses it."""
+    add(method, table, layer, start, end)
+    method.settle([table])
+
+
+def add(method: Method, table: SlotTable, layer: Captured, start: int, end: int) -> None:
+    """The same, but for what layers decide together."""
     _append(method, table, layer, start, end)
     method.compress(table, layer.queries[:, :, start:end])
-    method.settle([table])
 
 
 def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, protocol: Protocol) -> Tensor:
@@ -190,13 +198,13 @@ def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, p
         if protocol.causal:
             _append(method, table, layer, place, place + 1)
         answer = method.attend(table, query)
-        answers.append(_from_slots(method, table, query, None) if answer is None else answer)
+        answers.append(from_slots(method, table, query) if answer is None else answer)
         if protocol.causal:
             method.compress(table, query)
     return torch.cat(answers, 2)
 
 
-def _from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | None) -> Tensor:
+def from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | None = None) -> Tensor:
     """Attention over all slots; with `seen`, the queries are the last of `seen` tokens, and each sees tokens up to its
     own.
     """

@@ -46,6 +46,7 @@ from kvsketch_lab.report import (
     recall,
     recommend,
     render,
+    shared_budget,
     streams,
     vllm,
 )
@@ -272,7 +273,9 @@ class Numbers:
             trim_blocks=True,
             lstrip_blocks=True,
         )
-        tables = (agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, papers, recall, streams, vllm)
+        tables = (
+            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, papers, recall, shared_budget, streams, vllm,
+        )  # fmt: skip
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG, "sizes": self.sizes}
         result.filters |= FILTERS

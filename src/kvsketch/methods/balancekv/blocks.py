@@ -112,7 +112,7 @@ class Remaining:
             run = compact(candidates, width)
         else:
             wanted = lengths.clamp_max(0 if self.table.exact else self.recipe.block)
-            run, there = _lightest(candidates, self.den, self.table.position_slots(), width, wanted)
+            run, there = lightest(candidates, self.den, self.table.position_slots(), width, wanted)
             run = torch.where(there, run, -1)
         return torch.where(torch.arange(width, device=run.device) < lengths, run, -1)
 
@@ -122,8 +122,7 @@ class Remaining:
         self.num.scatter_add_(2, at, growth(self.num.gather(2, at), run >= 0, keep, double))
         if self.num is not self.den:
             self.den.scatter_add_(2, at, growth(self.den.gather(2, at), run >= 0, keep, keep))
-        dropped = torch.zeros_like(self.den).scatter_add_(2, at, ((run >= 0) & ~keep).float())
-        self.alive &= dropped == 0
+        self.alive &= ~dropped(self.alive, run, keep)
 
 
 def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
@@ -139,7 +138,7 @@ def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     lengths = row_schedule.limits_of(table)[-1] * due
     candidates = row_schedule.middle_slots(table) & due
     width = min(2 * row_schedule.most_freed(table), table.length)
-    slots, valid = _lightest(candidates, den, table.position_slots(), width, lengths)
+    slots, valid = lightest(candidates, den, table.position_slots(), width, lengths)
     valid &= torch.arange(width, device=slots.device) < lengths
     keep, double = halve(recipe, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
     old_num, old_den = num.gather(2, slots), den.gather(2, slots)
@@ -160,7 +159,7 @@ def halve(
 ) -> tuple[Tensor, Tensor]:
     """Which tokens of each run [B, H, X] stay, and which of those count twice.
 
-    Runs have `lengths` [B, 1, 1] tokens; of an odd number the larger half stays, where `floor` [B, 1, 1] the smaller.
+    Runs have `lengths` [B, 1 or H, 1] tokens; of an odd number the larger half stays, where `floor` the smaller.
     """
     size = min(recipe.block, run.shape[-1])
     blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
@@ -185,6 +184,12 @@ def growth(log_weights: Tensor, run: Tensor, keep: Tensor, double: Tensor) -> Te
     kept = (weights * keep * (1 + double.float())).sum(-1, keepdim=True)
     common = (weights.sum(-1, keepdim=True) / kept).log()
     return torch.where(keep, common + double * LN2, 0.0)
+
+
+def dropped(alive: Tensor, run: Tensor, keep: Tensor) -> Tensor:  # [B, H, S] bool
+    """Which slots a halving of run [B, H, X] drops; those of -1, which is read as the first slot, drop none."""
+    gone = ((run >= 0) & ~keep).int()
+    return torch.zeros_like(alive, dtype=torch.int32).scatter_add_(2, run.clamp_min(0), gone) > 0
 
 
 def _strict_half(signs: Tensor, lengths: Tensor, floor: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,10 +242,10 @@ def _first_level(counts: Tensor, wanted: Tensor) -> Tensor:  # [B, H, 1]
     return (counts >= wanted).int().argmax(-1, keepdim=True)
 
 
-def _lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
+def lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, wanted: Tensor) -> tuple[Tensor, Tensor]:
     """`count` slots, the lightest first and the oldest first among those; and which of them are candidates.
 
-    Levels that have fewer than `wanted` [B, 1, 1] tokens are passed over, so that a run has one weight where possible.
+    Levels that have fewer than `wanted` [B, 1 or H, 1] tokens are passed over: a run has one weight where possible.
     """
     level = _level(den)
     candidates = candidates & (level >= _first_level(_level_counts(level, candidates), wanted))
