@@ -55,8 +55,9 @@ def _composition(cases: Sequence[Data]) -> str:
         sum(data["kinds"].get(k, 0) for data in cases) / tokens for k in ("tools", "tool", "large")
     )
     return (
-        f"{len(cases)} cases, {_questions(cases)} questions. A transcript has {tokens / len(cases):,.0f} tokens at its "
-        f"end: {schemas:.0%} are tool schemas, {results:.0%} tool results, {large:.0%} results of 32 tokens or more."
+        f"{len(cases)} case{'s' * (len(cases) > 1)}, {_questions(cases)} questions. "
+        f"A transcript has {tokens / len(cases):,.0f} tokens at its end: "
+        f"{schemas:.0%} are tool schemas, {results:.0%} tool results, {large:.0%} results of 32 tokens or more."
     )
 
 
