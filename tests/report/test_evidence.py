@@ -50,8 +50,22 @@ def answers() -> Iterator[Any]:
                 yield made("leval", method, budget, text, number + 4, task="sci_fi", score=even, expected=number % 2)
 
 
+def test_what_counts_is_shown() -> None:
+    """The last record of a question at equal bytes, unless it failed or is of kvpress's own full cache."""
+    first = made("leval", "rehearse", "1/8", 0, 0, task="tpo", score=0.0)
+    again = made("leval", "rehearse", "1/8", 0, 0, task="tpo", score=1.0)
+    others = [
+        made("leval", "rehearse", "1024", 0, 1, task="tpo", score=1.0, budgets_in="tokens"),
+        made("leval", "rehearse", "1/8", 0, 2, task="tpo", failed="MemoryError: no"),
+        made("leval", "full", "", 0, 3, task="tpo", score=1.0, kvpress="0.5.5"),
+    ]
+    for each in (first, again, *others):
+        each["identity"] = ["method", "budget", "sample", "task"]
+    assert evidence.shown([first, *others, again]) == [again]
+
+
 def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
-    table = evidence.tables(list(answers()), docs.BIG, "Questions about documents")
+    table = evidence.tables(evidence.shown(answers()), docs.BIG, "Questions about documents")
     eighth, sixteenth = table.split("**1/16 of the bytes**")
     assert "sci_fi (32 questions; not telling, chance 0.50)" in eighth and "tpo (32 questions)" in eighth
     lines = [line for line in eighth.splitlines() if line.startswith("| `")]
@@ -62,7 +76,7 @@ def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
 
 def test_fewer_questions_have_the_full_caches_answers_to_these_beside() -> None:
     asked = [record for record in answers() if record["data"]["method"] == "full" or "question=3" in str(record)]
-    table = evidence.tables(asked, docs.BIG, "Questions about documents")
+    table = evidence.tables(evidence.shown(asked), docs.BIG, "Questions about documents")
     assert "0.00 [0.00, 0.00] (8 questions, full 0.00)" in next(row for row in table.splitlines() if "rehearse" in row)
 
 
@@ -78,7 +92,7 @@ def test_losses_are_of_telling_columns_and_the_same_questions() -> None:
                 own.append(made("leval", "rehearse", "1/8", text, number, score=float(number >= wrong), **facts))
                 if task != "d" or text < 4:
                     own.append(made("leval", "snapkv", "1/8", text, number, score=0.0, **facts))
-    rows = [line for line in evidence.losses(own, docs.BIG).splitlines() if "1/8" in line]
+    rows = [line for line in evidence.losses(evidence.shown(own), docs.BIG).splitlines() if "1/8" in line]
     assert rows == ["| 1/8 | `rehearse` | 3 | +0.083 | +0.250 | b |"]
 
 
@@ -87,9 +101,9 @@ def test_turns_and_alone_are_apart() -> None:
         made("leval", "full", "", text, n, task="tpo", score=1.0, turns=5, turn=n) for text in range(3) for n in (0, 1)
     ]
     own = [*answers(), *talk]
-    assert "32 questions" in evidence.tables(own, docs.BIG, "Questions about documents")
+    assert "32 questions" in evidence.tables(evidence.shown(own), docs.BIG, "Questions about documents")
     talked = [made("leval", "rehearse", "1/8", text, 1, task="tpo", score=0.5, turns=5, turn=1) for text in range(3)]
-    table = evidence.tables([*own, *talked], docs.BIG, "Many turns")
+    table = evidence.tables(evidence.shown([*own, *talked]), docs.BIG, "Many turns")
     assert "tpo, first turn (3 questions" in table and "tpo, turns 2 to 5 (3 questions" in table and "0.50" in table
 
 
@@ -122,6 +136,6 @@ def test_likelihoods_show_their_divergence() -> None:
         for text in range(4)
         for method, budget, kl in (("full", "", 0.0), ("rehearse", "1/8", 0.25))
     ]
-    table = evidence.tables(own, docs.BIG, "How likely a reference is")
+    table = evidence.tables(evidence.shown(own), docs.BIG, "How likely a reference is")
     row = next(line for line in table.splitlines() if "`rehearse`" in line)
     assert "2.25 [2.25, 2.25]" in row and "0.250" in row and "1.00" in row and "not telling" not in table

@@ -80,13 +80,15 @@ def shown(records: Iterable[Record]) -> list[Record]:
 
 
 def models(records: Sequence[Record]) -> list[str]:
-    """The models of the page, the main one first."""
-    known = {model_name(record["data"]) for record in shown(records)}
+    """The models of records that are shown, the main one first."""
+    known = {model_name(record["data"]) for record in records}
     return sorted(known, key=lambda model: (model != BIG, model))
 
 
 def tables(records: Sequence[Record], model: str, part: str) -> str:
-    """A table for each share of the bytes: a row for each method, a column for each task; empty without records."""
+    """Of records that are shown, a table for each share of the bytes: a row for each method, a column for each task;
+    empty without records.
+    """
     full, by = _by_share(records, model, [part])
     return "\n\n".join(f"**{share} of the bytes**\n\n{_table(part, full, by[share])}" for share in by)
 
@@ -120,7 +122,7 @@ def _by_share(
 ) -> tuple[list[Record], dict[str, dict[str, list[Record]]]]:
     """Those of the full cache, and those of each share, the largest first, and method."""
     by: dict[str, dict[str, list[Record]]] = {}
-    for record in shown(records):
+    for record in records:
         if model_name(record["data"]) == model and columns(record)[0] in parts:
             by.setdefault(str(record["data"]["budget"]), {}).setdefault(record["data"]["method"], []).append(record)
     full = by.pop("", {}).get(FULL, [])
