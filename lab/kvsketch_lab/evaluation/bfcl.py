@@ -28,13 +28,12 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from kvsketch.models.identity import text_sha256
 from kvsketch.serve.spans import SHORT, parts_of
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Call, Calls
 from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.bfcl_cases import CATEGORIES, Case, Package, TrueCall, package_folder
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, failure, parse_numbers
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, failure, parse_numbers, text_sha256
 from kvsketch_lab.evaluation.transcripts import (
     Answer,
     Message,
