@@ -18,7 +18,9 @@ KERNEL_CHOICES = ("auto", "reference")
 
 def implementation(operation: str, device: torch.device, *call: Any) -> ModuleType:
     """The module that runs a call: a kernel or program where the device has one for it, else the reference."""
-    kernel = native_for(operation) if device.type == "cpu" else kernel_for(operation, device)
+    kernel = kernel_for(operation, device)
+    if kernel is None and device.type == "cpu":
+        kernel = native_for(operation)
     return kernel if kernel is not None and kernel.supported(*call) else reference_of(operation)
 
 
