@@ -7,6 +7,7 @@ has read, `tokens_stored` what memory still holds.
 from __future__ import annotations
 
 import copy
+import dataclasses
 import os
 from collections.abc import Mapping, Sequence
 from typing import Any, Self
@@ -299,14 +300,22 @@ class CompressedCache(Cache):
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
         """Writes the cache to a file, in one step; see `saving`. `about`: words of your own, for `saving.about`."""
-        saving.save(path, self, about or {})
+        saving.require_complete(self.layers, self._left_behind())
+        if self.tokens_before:
+            raise ValueError("a cache that continues a document is not saved; save the document, and read what follows")
+        # `check` is a debugging option and is not saved.
+        options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
+        model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.text)
+        promise = None if self.promise is None else self.promise.as_dict()
+        saving.save(path, self.method, options, model, read, self.layers, about or {}, promise)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
         """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
         with saving.opened(path) as saved:
             cache = cls(model, saved.method, **saved.options)
-            saved.fill(cache, model)
+            saved.fill(cache.layers, model, cache.identity, cache.head_share)
+            cache.text, cache.promise = TextRead(**saved.read), Promise.of(saved.promise)
         return cache
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:

@@ -11,7 +11,8 @@ repeats its newest tokens, over what is left of the others.
 from __future__ import annotations
 
 import inspect
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from collections.abc import Sequence
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -24,9 +25,6 @@ from kvsketch.methods.replay import Piece
 from kvsketch.methods.waiting import Queue, newest, newest_slots
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
-
-if TYPE_CHECKING:
-    from kvsketch.cache.compressed import CompressedCache
 
 BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
 
@@ -55,8 +53,24 @@ def repeats(method: Method) -> TypeGuard[RepeatingMethod]:
     return isinstance(method, RepeatingMethod) and method.repeats
 
 
+class Repeating(Protocol):
+    """What a repetition asks of its cache (`CompressedCache`)."""
+
+    @property
+    def method(self) -> Method: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def slot_layers(self) -> list[SlotLayer]: ...
+    @property
+    def tokens_seen(self) -> int: ...
+    def activate_past_recording(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def _break_off(self, what: str) -> None: ...
+
+
 @torch.no_grad()
-def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
+def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
     """Lets the model repeat the tokens that the method asks for, the last of `input_ids` [B, n]."""
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
     if not repeats(method):
@@ -86,7 +100,7 @@ def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: T
 
 
 @torch.no_grad()
-def say_again(cache: CompressedCache, method: RepeatingMethod, model: Any, ids: Tensor, pieces: list[Piece]) -> bool:
+def say_again(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]) -> bool:
     """Lets the model repeat pieces of its text `ids` [B, n], the next that the method learns.
 
     False, and nothing is said, where the model has no positions for that behind the text.
@@ -104,7 +118,7 @@ def say_again(cache: CompressedCache, method: RepeatingMethod, model: Any, ids: 
     return True
 
 
-def _say(cache: CompressedCache, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
+def _say(cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
     """One forward of which nothing stays; the method learns the piece."""
     spoken = torch.cat([said, ids[:, max(0, piece.begin - BEFORE) : piece.end]], 1)
     layers, count = cache.slot_layers, spoken.shape[1]
@@ -133,7 +147,7 @@ def _keys(layer: SlotLayer, count: int) -> Tensor:
     return newest(layer.table, newest_slots(layer.table, count))[0].clone()
 
 
-def _require(cache: CompressedCache, input_ids: Tensor, unrepeated: int) -> None:
+def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
     table = cache.slot_layers[0].table
     if input_ids.dim() != 2 or input_ids.shape[1] < unrepeated or len(input_ids) != table.shape[0]:
         raise ValueError(
@@ -147,7 +161,7 @@ def _require(cache: CompressedCache, input_ids: Tensor, unrepeated: int) -> None
         )
 
 
-def _require_positions(cache: CompressedCache, model: Any, pieces: list[Piece], said: int) -> None:
+def _require_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int) -> None:
     """Raises ValueError where the model has no positions behind the text for what comes again."""
     if not _has_positions(cache, model, pieces, said):
         raise ValueError(
@@ -157,12 +171,12 @@ def _require_positions(cache: CompressedCache, model: Any, pieces: list[Piece], 
         )
 
 
-def _has_positions(cache: CompressedCache, model: Any, pieces: list[Piece], said: int = 0) -> bool:
+def _has_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int = 0) -> bool:
     last = rotary.last_position(model.config)
     return last is None or cache.tokens_seen + said + _longest(pieces) <= last
 
 
-def _longest(pieces: list[Piece]) -> int:
+def _longest(pieces: Sequence[Piece]) -> int:
     """The most tokens that the model says at a time."""
     said_again = (min(BEFORE, piece.begin) + piece.tokens for piece in pieces)
     return max(said_again, default=promise.BEFORE + promise.LENGTH)

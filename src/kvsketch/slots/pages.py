@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields, replace
 from itertools import accumulate, pairwise
@@ -67,13 +68,16 @@ def _on_the_host() -> Iterator[None]:
         torch.set_default_dtype(given)
 
 
-class Planes:
+class Planes(ABC):
     """What lies in a page."""
 
     @functools.cached_property
     def planes(self) -> dict[str, Plane]:
         """Shape and dtype of each plane, by name."""
-        raise NotImplementedError
+        return self._planes()
+
+    @abstractmethod
+    def _planes(self) -> dict[str, Plane]: ...
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -103,8 +107,7 @@ class PageShape(Planes):
     slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
-    @functools.cached_property
-    def planes(self) -> dict[str, Plane]:
+    def _planes(self) -> dict[str, Plane]:
         """Vectors come first, places of exact ones next: that is what a page is cleared of."""
         heads = self.like.shape[1]
         each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
@@ -250,8 +253,7 @@ class RequestShape(Planes):
         """N; one slot takes what belongs nowhere."""
         return self.layers * self.like.shape[1] * (self.slots + self.room) + 1
 
-    @functools.cached_property
-    def planes(self) -> dict[str, Plane]:
+    def _planes(self) -> dict[str, Plane]:
         heads, size = self.like.shape[1], self.like.stores()[0].shape[3]
         each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
@@ -260,8 +262,10 @@ class RequestShape(Planes):
         each["start"] = each["kept"] = (self.layers, heads), torch.int64
         each["settled"] = (1,), torch.int64  # tokens of the request when it was last decided what stays
         if self.shares:
-            # The place of the document, its tokens before those here, positions to rotate by.
-            each["uses"] = (3,), torch.int64
+            each["uses"] = (
+                (3,),
+                torch.int64,
+            )  # place of the document, its tokens before those here, positions to rotate by
         return each
 
     def of(self, pool: Tensor) -> Parts:  # [P, ...]
