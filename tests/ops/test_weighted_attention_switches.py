@@ -111,7 +111,8 @@ def test_kernel_is_the_reference(case: Case, device: torch.device) -> None:
     call = call_of(case, device)
     call.check()
     words = [
-        isinstance(x, CodedSlots) and x.codec.bits == 4 and case["dtype"] != torch.float32 for x in (call.k, call.v)
+        isinstance(x, CodedSlots) and x.codec.bits in kernel.WORD_BITS and case["dtype"] != torch.float32
+        for x in (call.k, call.v)
     ]
     result = kernel.weighted_attention(call, kernel.Plan(32, case["splits"], 4, 2, False, ahead=2 if all(words) else 0))
     expected = by_definition(call)

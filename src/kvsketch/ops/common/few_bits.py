@@ -1,11 +1,16 @@
-"""Triton functions for vectors in few bits (`ops.codec`): levels, words of 4-bit codes, rotation, products.
+"""Triton functions for vectors in few bits (`ops.codec`): levels, words of codes, rotation, products.
 
 A key in few bits meets a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
 and the sum is rotated back once for each query (`sums.py`).
 
-Word u of a vector in 4 bits has channels 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2. Queries and sums of words are
-tuples of four parts, one for each place in a word, and each part has a product of its own. Those of other vectors are
-tuples of one.
+A word has the codes of four channels, and a vector D / 4 words. Word u has
+
+    4 bits       channels 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2: two bytes, as they lie
+    3, 2 bits    channels u, u + D / 4, u + D / 2, u + 3 D / 4: a byte of low bits; of 3 bits also one of high bits
+
+Queries and sums of words are tuples of four parts, one for each place in a word, and each part has a product of its
+own. Those of other vectors are tuples of one. Whichever four channels a word has, they differ in two digits of their
+numbers, so that one rotation serves both.
 
 A query in half precision would lose what a large common part of the keys leaves over. It is multiplied in two halves,
 its rounded value and the rest, and the two products are summed. Tensor cores multiply 16 x 16 by 16 x 8 numbers. A tile
@@ -21,6 +26,7 @@ without it those of all other keys: s [rows, slots] = q K', acc [rows, channels]
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
 import torch
@@ -29,7 +35,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.kernel import PTX, dot
+from kvsketch.ops.common.kernel import PTX, dot, load_columns, load_tile, store_columns
 from kvsketch.ops.common.tensors import dense_last, slot_strides
 
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -38,30 +44,39 @@ HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
 class Stored(NamedTuple):
     """Keys or values as programs take them: [B, H, S, D], or [N, D] in a flat store."""
 
-    data: Tensor  # vectors in the dtype of the queries, or their codes; int16: 4-bit codes that are read as words
+    data: Tensor  # vectors in the dtype of the queries, or their codes; int16: words of 4 bits
     b: int  # strides by batch row or page, by KV head and by slot
     h: int
     s: Any  # a constant where words lie without gaps
     bits: tl.constexpr  # 16: not coded
     size: tl.constexpr
+    words: tl.constexpr = tl.constexpr(False)  # whether codes are read as words
     step: Tensor | None = None  # [B, H, S]
     exact: Tensor | None = None  # [B, H, E, D] float32, rotated around the center
     center: Tensor | None = None  # [B, H, D], or, without signs, <q, center> [B, Hq, N] of rotated queries
     sign: Tensor | None = None  # [D], with which programs rotate themselves
+    second: Tensor | None = None  # [.. D / 4] int16, of words of 3 bits (`load_words`)
 
 
 def stored(part: Tensor | CodedSlots, words: bool, paged: bool = False) -> Stored:
-    """Keys or values as programs take them, without center and signs; `words`: codes are read two bytes at a time."""
+    """Keys or values as programs take them, without center and signs; `words`: codes are read four at a time."""
     if isinstance(part, Tensor):
         data = dense_last(part)
         return Stored(data, *slot_strides(data), tl.constexpr(16), tl.constexpr(data.shape[-1]))
     codes, codec = dense_last(part.codes), part.codec
-    data = codes.view(torch.int16) if words else codes
+    data = codes.view(torch.int16) if words and codec.bits == 4 else codes
     b, h, s = slot_strides(data)
     return Stored(
-        data, b, h, tl.constexpr(s) if words and s == codec.size // 4 else s,
-        tl.constexpr(codec.bits), tl.constexpr(codec.size), dense_last(part.steps), beside_codes(part.exact, paged),
+        data, b, h, tl.constexpr(s) if words and s == data.shape[-1] else s, tl.constexpr(codec.bits),
+        tl.constexpr(codec.size), tl.constexpr(words), dense_last(part.steps), beside_codes(part.exact, paged),
+        second=_second_words(codec.size, codes.device) if words and codec.bits == 3 else None,
     )  # fmt: skip
+
+
+@functools.lru_cache(maxsize=64)
+def _second_words(size: int, device: torch.device) -> Tensor:
+    """-1 for each word behind the first D / 8, with room for the channels of a program."""
+    return -(torch.arange(triton.next_power_of_2(size)) >= size // 8).to(torch.int16).to(device)
 
 
 def beside_codes(part: Tensor, paged: bool) -> Tensor:
@@ -131,49 +146,124 @@ _NIBBLES = """{
     shr.b32 a, $4, 9;
     lop3.b32 $3, a, 0x00780078, HIGH, 0xEA;
 }"""
-NIBBLES_BFLOAT16 = tl.constexpr(_NIBBLES.replace("HIGH", "0x41004100"))
-NIBBLES_FLOAT16 = tl.constexpr(_NIBBLES.replace("HIGH", "0x54005400"))
+# The same of 2 bits, one byte in each of two words, and of 3 bits: of low bits ($4), of high bits ($5), of which a word
+# takes the first or, where $6 is -1, the second.
+_PAIRS = """{
+    .reg .b32 a;
+    shl.b32 a, $4, 3;
+    lop3.b32 $0, a, 0x00180018, HIGH, 0xEA;
+    shl.b32 a, $4, 1;
+    lop3.b32 $1, a, 0x00180018, HIGH, 0xEA;
+    shr.b32 a, $4, 1;
+    lop3.b32 $2, a, 0x00180018, HIGH, 0xEA;
+    shr.b32 a, $4, 3;
+    lop3.b32 $3, a, 0x00180018, HIGH, 0xEA;
+}"""
+_TRIPLES = """{
+    .reg .b32 a, b, c;
+    shr.b32 a, $5, 1;
+    lop3.b32 c, $5, a, $6, 0xD8;
+    shl.b32 a, $4, 3;
+    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
+    shl.b32 a, c, 5;
+    lop3.b32 $0, a, 0x00200020, b, 0xEA;
+    shl.b32 a, $4, 1;
+    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
+    shl.b32 a, c, 3;
+    lop3.b32 $1, a, 0x00200020, b, 0xEA;
+    shr.b32 a, $4, 1;
+    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
+    shl.b32 a, c, 1;
+    lop3.b32 $2, a, 0x00200020, b, 0xEA;
+    shr.b32 a, $4, 3;
+    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
+    shr.b32 a, c, 1;
+    lop3.b32 $3, a, 0x00200020, b, 0xEA;
+}"""
+NIBBLES_BFLOAT16, PAIRS_BFLOAT16, TRIPLES_BFLOAT16 = (
+    tl.constexpr(program.replace("HIGH", "0x41004100")) for program in (_NIBBLES, _PAIRS, _TRIPLES)
+)
+NIBBLES_FLOAT16, PAIRS_FLOAT16, TRIPLES_FLOAT16 = (
+    tl.constexpr(program.replace("HIGH", "0x54005400")) for program in (_NIBBLES, _PAIRS, _TRIPLES)
+)
 
 
 @triton.jit
-def nibble_base(DTYPE: tl.constexpr):
-    """What `nibbles` reads for the level c = 0; each level adds 1/2."""
+def level_base(DTYPE: tl.constexpr):
+    """What `word_levels` reads for the level c = 0; each level adds 1/2."""
     return 8.0 if tl.bfloat16 == DTYPE else 64.0
 
 
 @triton.jit
-def nibble_offset(DTYPE: tl.constexpr):
-    """z / 2 = (c - 7.5) / 2 is what `nibbles` reads, less this."""
-    return nibble_base(DTYPE) + 3.75
+def level_offset(DTYPE: tl.constexpr, BITS: tl.constexpr = 4):
+    """z / 2 = (c - (2^b - 1) / 2) / 2 is what `word_levels` reads, less this."""
+    return level_base(DTYPE) + (3.75 if BITS == 4 else (1.75 if BITS == 3 else 0.75))
 
 
 @triton.jit
-def nibbles(words, DTYPE: tl.constexpr):
-    """The four levels c in each int16 word of 4-bit codes (`ops.codec`), as `nibble_base` + c / 2 in half precision.
+def word_levels(words, DTYPE: tl.constexpr, BITS: tl.constexpr = 4):
+    """The four levels c in each of the words that `load_words` gives, as `level_base` + c / 2 in half precision.
 
-    Word u has channels 2 u, 2 u + D / 2, 2 u + 1, 2 u + 1 + D / 2. bfloat16 with the bits 0x4100 | c << 3 is 8 + c / 2,
-    float16 with 0x5400 | c << 3 is 64 + c / 2.
+    bfloat16 with the bits 0x4100 | c << 3 is 8 + c / 2, float16 with 0x5400 | c << 3 is 64 + c / 2.
     """
     if PTX:
+        operands: tl.constexpr = "=r,=r,=r,=r,r,r,r" if BITS == 3 else "=r,=r,=r,=r,r"
         if tl.bfloat16 == DTYPE:
             return tl.inline_asm_elementwise(
-                NIBBLES_BFLOAT16, "=r,=r,=r,=r,r", [words],
-                (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
+                NIBBLES_BFLOAT16 if BITS == 4 else (TRIPLES_BFLOAT16 if BITS == 3 else PAIRS_BFLOAT16),
+                operands, words, (tl.bfloat16, tl.bfloat16, tl.bfloat16, tl.bfloat16), is_pure=True, pack=2,
             )  # fmt: skip
         else:
             return tl.inline_asm_elementwise(
-                NIBBLES_FLOAT16, "=r,=r,=r,=r,r", [words],
-                (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
+                NIBBLES_FLOAT16 if BITS == 4 else (TRIPLES_FLOAT16 if BITS == 3 else PAIRS_FLOAT16),
+                operands, words, (tl.float16, tl.float16, tl.float16, tl.float16), is_pure=True, pack=2,
             )  # fmt: skip
     else:
-        bits = words.to(tl.int32)
-        base = nibble_base(DTYPE)
         return (
-            (base + 0.5 * (bits & 15).to(tl.float32)).to(DTYPE),
-            (base + 0.5 * ((bits >> 4) & 15).to(tl.float32)).to(DTYPE),
-            (base + 0.5 * ((bits >> 8) & 15).to(tl.float32)).to(DTYPE),
-            (base + 0.5 * ((bits >> 12) & 15).to(tl.float32)).to(DTYPE),
-        )
+            level_at(words, 0, DTYPE, BITS), level_at(words, 1, DTYPE, BITS), level_at(words, 2, DTYPE, BITS),
+            level_at(words, 3, DTYPE, BITS),
+        )  # fmt: skip
+
+
+@triton.jit
+def level_at(words, PLACE: tl.constexpr, DTYPE: tl.constexpr, BITS: tl.constexpr):
+    """What `word_levels` reads at one of the four places."""
+    bits = words[0].to(tl.int32)
+    if BITS == 4:
+        level = (bits >> (4 * PLACE)) & 15
+    else:
+        level = (bits >> (2 * PLACE)) & 3
+        if BITS == 3:
+            high = words[1].to(tl.int32) >> tl.where(words[2] != 0, 1, 0)
+            level += ((high >> (2 * PLACE)) & 1) * 4
+    return (level_base(DTYPE) + 0.5 * level.to(tl.float32)).to(DTYPE)
+
+
+@triton.jit
+def load_words(
+    base, first, stride, limit, second, ROWS: tl.constexpr, SIZE: tl.constexpr, BLOCK: tl.constexpr,
+    BITS: tl.constexpr, MASKED: tl.constexpr, ACROSS: tl.constexpr = False,
+):  # fmt: skip
+    """Words [ROWS, BLOCK] of rows [first, first + ROWS) of codes, as `load_tile` reads them.
+
+    3 bits: low bits, high bits, and which of two words that share a byte of these has the second of each two bits.
+    Loads and nothing else lead to the instructions that take levels out: then Triton reads words from shared memory
+    just where the tensor cores want the levels.
+    """
+    words = load_tile(base, first, stride, limit, ROWS, SIZE // 4, BLOCK, MASKED, ACROSS)
+    if BITS == 4:
+        return (words,)
+    elif BITS == 2:
+        return (words.to(tl.int16),)
+    else:
+        # Byte j of the high bits has channels j, j + D / 8, ...
+        rows, column = tl.arange(0, ROWS)[:, None], tl.arange(0, BLOCK)[None, :]
+        if ACROSS:
+            rows, column = tl.arange(0, ROWS)[None, :], tl.arange(0, BLOCK)[:, None]
+        pointers = base + tl.cast(first, tl.int64) * stride + rows * stride + SIZE // 4 + column % (SIZE // 8)
+        high = tl.load(pointers, mask=first + rows < limit, other=0) if MASKED else tl.load(pointers)
+        which = tl.broadcast_to(tl.load(second + column), high.shape)
+        return words.to(tl.int16), high.to(tl.int16), which
 
 
 @triton.jit
@@ -186,17 +276,25 @@ def load_pairs(rows, inside, first, COUNT: tl.constexpr, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def load_by_words(rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
-    """Rows at these pointers in four parts [rows, BLOCK]."""
-    x0, x2 = load_pairs(rows, inside, 0, SIZE // 4, BLOCK)
-    x1, x3 = load_pairs(rows, inside, SIZE // 2, SIZE // 4, BLOCK)
-    return x0, x1, x2, x3
+def load_by_words(rows, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr = 4):
+    """Rows at these pointers in four parts [rows, BLOCK], as words of codes have their channels."""
+    if BITS == 4:
+        x0, x2 = load_pairs(rows, inside, 0, SIZE // 4, BLOCK)
+        x1, x3 = load_pairs(rows, inside, SIZE // 2, SIZE // 4, BLOCK)
+        return x0, x1, x2, x3
+    else:
+        return (
+            load_columns(rows, inside, 0, 1, SIZE // 4, BLOCK),
+            load_columns(rows, inside, SIZE // 4, 1, SIZE // 4, BLOCK),
+            load_columns(rows, inside, SIZE // 2, 1, SIZE // 4, BLOCK),
+            load_columns(rows, inside, SIZE // 4 * 3, 1, SIZE // 4, BLOCK),
+        )
 
 
 @triton.jit
-def load_vector(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def load_vector(pointer, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr = 4):
     """One vector in four parts [1, BLOCK] in float32."""
-    return wide(load_by_words(pointer + tl.zeros((1,), tl.int32), tl.full((1,), True, tl.int1), SIZE, BLOCK))
+    return wide(load_by_words(pointer + tl.zeros((1,), tl.int32), tl.full((1,), True, tl.int1), SIZE, BLOCK, BITS))
 
 
 @triton.jit
@@ -214,17 +312,22 @@ def store_pairs(rows, a, b, inside, first, COUNT: tl.constexpr, BLOCK: tl.conste
 
 
 @triton.jit
-def store_by_words(rows, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr):
+def store_by_words(rows, x, inside, SIZE: tl.constexpr, BLOCK: tl.constexpr, BITS: tl.constexpr = 4):
     """Writes what `load_by_words` reads."""
-    store_pairs(rows, x[0], x[2], inside, 0, SIZE // 4, BLOCK)
-    store_pairs(rows, x[1], x[3], inside, SIZE // 2, SIZE // 4, BLOCK)
+    if BITS == 4:
+        store_pairs(rows, x[0], x[2], inside, 0, SIZE // 4, BLOCK)
+        store_pairs(rows, x[1], x[3], inside, SIZE // 2, SIZE // 4, BLOCK)
+    else:
+        for place in tl.static_range(4):
+            store_columns(rows, x[place], inside, SIZE // 4 * place, 1, SIZE // 4, BLOCK)
 
 
 @triton.jit
 def rotated(x, sign, SIZE: tl.constexpr):
     """R x in float32 of rows in four parts, with the signs of R in four parts.
 
-    A Hadamard matrix of SIZE is one of SIZE / 4 over the words, times two of 2 over the channels of a word.
+    A Hadamard matrix of SIZE is one of SIZE / 4 over the words, times two of 2 over the channels of a word, whichever
+    two digits of their numbers tell these apart.
     """
     ROWS: tl.constexpr = x[0].shape[0]
     BLOCK: tl.constexpr = x[0].shape[1]
@@ -247,14 +350,14 @@ def around(q, center, sign, SIZE: tl.constexpr):
 
 
 @triton.jit
-def query_operands(q, DTYPE: tl.constexpr):
+def query_operands(q, DTYPE: tl.constexpr, BITS: tl.constexpr = 4):
     """Rotated queries in four parts as the operands q' [BLOCK, 2 rows], and what their products with words begin with.
 
     Levels are read with an offset, which products of both halves [2 rows] have to lose.
     """
     h0, h1, h2, h3 = halves(q[0], DTYPE), halves(q[1], DTYPE), halves(q[2], DTYPE), halves(q[3], DTYPE)
     sums = tl.sum(h0.to(tl.float32) + h1.to(tl.float32) + h2.to(tl.float32) + h3.to(tl.float32), 2)
-    lift = twice(-0.5 * nibble_offset(DTYPE) * tl.sum(sums, 1))
+    lift = twice(-0.5 * level_offset(DTYPE, BITS) * tl.sum(sums, 1))
     return (beside(h0), beside(h1), beside(h2), beside(h3)), lift
 
 
@@ -294,10 +397,10 @@ def once(acc):
 
 
 @triton.jit
-def word_products(words, q, lift):
+def word_products(words, q, lift, BITS: tl.constexpr = 4):
     """<R q, z_i> / 2 of a tile of words [slots, BLOCK] with queries in four parts, [rows, slots]."""
-    k0, k1, k2, k3 = nibbles(words, q[0].dtype)
-    s = dot(k0, q[0], tl.zeros((words.shape[0], q[0].shape[1]), tl.float32) + lift[None, :])
+    k0, k1, k2, k3 = word_levels(words, q[0].dtype, BITS)
+    s = dot(k0, q[0], tl.zeros((words[0].shape[0], q[0].shape[1]), tl.float32) + lift[None, :])
     return folded(dot(k3, q[3], dot(k2, q[2], dot(k1, q[1], s))))
 
 
@@ -315,17 +418,17 @@ def add_product(s, k, q):
 
 
 @triton.jit
-def value_operand(terms, step, DTYPE: tl.constexpr, ACROSS: tl.constexpr):
+def value_operand(terms, step, DTYPE: tl.constexpr, ACROSS: tl.constexpr, BITS: tl.constexpr = 4):
     """Terms times steps as an operand for words, and what sums of words lose by it: levels are read with an offset."""
     rounded = (terms * step[None, :]).to(DTYPE)
-    lift = -nibble_offset(DTYPE) * tl.sum(rounded.to(tl.float32), 1)
+    lift = -level_offset(DTYPE, BITS) * tl.sum(rounded.to(tl.float32), 1)
     return operand(rounded, DTYPE, ACROSS), of_rows(lift, ACROSS)
 
 
 @triton.jit
-def add_words(acc, parts, words, shrink, lift, ACROSS: tl.constexpr):
+def add_words(acc, parts, words, shrink, lift, ACROSS: tl.constexpr, BITS: tl.constexpr = 4):
     """Sums in four parts, shrunk and with `lift` added, and then the products of a tile of words."""
-    v0, v1, v2, v3 = nibbles(words, parts.dtype)
+    v0, v1, v2, v3 = word_levels(words, parts.dtype, BITS)
     return (
         add_values(acc[0] * shrink + lift, parts, v0, ACROSS), add_values(acc[1] * shrink + lift, parts, v1, ACROSS),
         add_values(acc[2] * shrink + lift, parts, v2, ACROSS), add_values(acc[3] * shrink + lift, parts, v3, ACROSS),

@@ -30,9 +30,9 @@ from kvsketch.ops.common.few_bits import (
     exact_products,
     folded,
     halves,
+    level_offset,
     load_by_words,
     load_vector,
-    nibble_offset,
     of_rows,
     once,
     operand,
@@ -526,7 +526,7 @@ def add_coded_rows(
         # Steps are too small for asynchronous copies: those of the next tile are asked for a tile ahead.
         key_step, value_step = next_key_step.to(tl.float32) * 2.0, next_value_step.to(tl.float32) * 2.0
         next_key_step, next_value_step = steps_of_rows(k_step, ahead), steps_of_rows(v_step, ahead)
-        s = word_products(words_of_rows(k_base, here, k_n, D // 4, BLOCK_D), q, lift)  # [BLOCK_M, BLOCK_N]
+        s = word_products((words_of_rows(k_base, here, k_n, D // 4, BLOCK_D),), q, lift)  # [BLOCK_M, BLOCK_N]
         if softcap is not None:
             x = capped((s * key_step[None, :] + q_center[:, None]) * scale, softcap)
         else:
@@ -540,7 +540,7 @@ def add_coded_rows(
         origin, total, terms, shrink = add_terms(origin, total, x + hidden[None, :])
         parts, offset = value_operand(terms, value_step, q[0].dtype, True)
         words = words_of_rows(v_base, here, v_n, DV // 4, BLOCK_DV, True)  # [BLOCK_DV, BLOCK_N]
-        acc = add_words(acc, parts, words, of_rows(shrink, True), offset, True)
+        acc = add_words(acc, parts, (words,), of_rows(shrink, True), offset, True)
     return origin, total, acc, hits
 
 
@@ -652,7 +652,7 @@ def coded_pieces_kernel(
                 parts = tl.broadcast_to(halves(step[:, None], HALF), (BLOCK_N, BLOCK_M, 2))
                 parts = tl.reshape(parts, (BLOCK_N, 2 * BLOCK_M))
                 words = words_of_rows(v_base, row, values.s, DV // 4, BLOCK_DV, True)
-                read = add_words(read, parts, words, 1.0, -0.5 * nibble_offset(HALF) * tl.sum(step, 0), True)
+                read = add_words(read, parts, (words,), 1.0, -0.5 * level_offset(HALF) * tl.sum(step, 0), True)
             members, factor = (cut_end - cut_start).to(tl.float32), tl.exp2(cut_x - raised)
             exact_rows = values.exact + (head * EXACT + exact_place) * DV
             e = load_by_words(exact_rows, cut_hits > 0.0, DV, BLOCK_DV)

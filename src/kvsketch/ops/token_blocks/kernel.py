@@ -229,7 +229,7 @@ def attention_kernel(
         keys, values = k_base + block * code_stride, v_base + block * code_stride
         if WORDS:
             words = load_tile(keys, 0, D // 4, T, T, D // 4, BLOCK_D, False)  # [T, BLOCK_D]
-            s = word_products(words, q, lift) * 2.0  # [BLOCK_M, T]
+            s = word_products((words,), q, lift) * 2.0  # [BLOCK_M, T]
         else:
             k_tile = load_levels(keys, 0, D * KEY_BITS // 8, T, T, D, BLOCK_D, KEY_BITS).to(HALF)
             s = dot(q, tl.trans(k_tile), tl.zeros((BLOCK_M, T), tl.float32))
@@ -240,7 +240,7 @@ def attention_kernel(
         if WORDS:
             words = load_tile(values, 0, DV // 4, T, T, DV // 4, BLOCK_DV, False, True)  # [BLOCK_DV, T]
             parts, offset = value_operand(terms, 2.0 * value_step, HALF, True)
-            acc = add_words(acc, parts, words, of_rows(shrink, True), offset, True)
+            acc = add_words(acc, parts, (words,), of_rows(shrink, True), offset, True)
         else:
             v_tile = load_levels(values, 0, DV * VALUE_BITS // 8, T, T, DV, BLOCK_DV, VALUE_BITS).to(HALF)
             acc = dot((terms * value_step[None, :]).to(HALF), v_tile, acc * shrink[:, None])

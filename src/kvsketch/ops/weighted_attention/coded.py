@@ -17,6 +17,7 @@ from kvsketch.ops.common.few_bits import (
     load_by_words,
     load_levels,
     load_vector,
+    load_words,
     of_rows,
     once,
     operand,
@@ -96,13 +97,13 @@ def weights_of(
 
 @triton.jit
 def products_of_tile(
-    q, lift, base, stride, start, limit,
+    q, lift, base, stride, start, limit, second,
     BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """<R q, z_i> of a tile of codes, half of it of words, or <q, k_i>, [rows, slots]."""
     if len(q) == 4:
-        words = load_tile(base, start, stride, limit, BLOCK_N, D // 4, BLOCK_D, MASKED)  # [BLOCK_N, BLOCK_D]
-        return word_products(words, q, lift)
+        words = load_words(base, start, stride, limit, second, BLOCK_N, D, BLOCK_D, BITS, MASKED)  # [BLOCK_N, BLOCK_D]
+        return word_products(words, q, lift, BITS)
     elif BITS == 16:
         k = load_tile(base, start, stride, limit, BLOCK_N, D, BLOCK_D, MASKED)
         return dot(q[0], tl.trans(k), tl.zeros((q[0].shape[0], BLOCK_N), tl.float32))
@@ -137,17 +138,18 @@ def scores_of_products(
 
 @triton.jit
 def add_tile_of_values(
-    acc, terms, step, shrink, base, stride, start, limit, DTYPE: tl.constexpr, BITS: tl.constexpr, DV: tl.constexpr,
-    BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr, SHIFTED: tl.constexpr, ACROSS: tl.constexpr,
+    acc, terms, step, shrink, base, stride, start, limit, second,
+    DTYPE: tl.constexpr, BITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
+    MASKED: tl.constexpr, SHIFTED: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
     """Sums [rows, channels] in one or four parts, or ACROSS [channels, 2 rows], with the values of a tile added."""
     shrink = of_rows(shrink, ACROSS)
     if len(acc) == 4:
-        words = load_tile(
-            base, start, stride, limit, BLOCK_N, DV // 4, BLOCK_DV, MASKED and not SHIFTED, ACROSS
+        words = load_words(
+            base, start, stride, limit, second, BLOCK_N, DV, BLOCK_DV, BITS, MASKED and not SHIFTED, ACROSS
         )  # fmt: skip
-        parts, lift = value_operand(terms, 2.0 * step.to(tl.float32), DTYPE, ACROSS)
-        return add_words(acc, parts, words, shrink, lift, ACROSS)
+        parts, lift = value_operand(terms, 2.0 * step.to(tl.float32), DTYPE, ACROSS, BITS)
+        return add_words(acc, parts, words, shrink, lift, ACROSS, BITS)
     elif BITS == 16:
         v = load_tile(base, start, stride, limit, BLOCK_N, DV, BLOCK_DV, MASKED)
         return (add_values(acc[0] * shrink, operand(terms, v.dtype, ACROSS), across(v, ACROSS), ACROSS),)
@@ -185,8 +187,8 @@ def coded_split_kernel(
     """
     D: tl.constexpr = keys.size
     DV: tl.constexpr = values.size
-    KEY_WORDS: tl.constexpr = keys.data.dtype.element_ty == tl.int16
-    VALUE_WORDS: tl.constexpr = values.data.dtype.element_ty == tl.int16
+    KEY_WORDS: tl.constexpr = keys.words
+    VALUE_WORDS: tl.constexpr = values.words
     BLOCK_D: tl.constexpr = block_of(D // 4 if KEY_WORDS else D)
     BLOCK_DV: tl.constexpr = block_of(DV // 4 if VALUE_WORDS else DV)
     begin(OVERLAP, False)
@@ -239,8 +241,8 @@ def coded_split_kernel(
         at = first * BLOCK_N
         count = tl.minimum((tl.minimum(last - first, AHEAD)) * BLOCK_N, room - at)
         if count > 0:
-            prefetch(k_base + at.to(tl.int64) * keys.s, count * keys.s, 2)
-            prefetch(v_base + at.to(tl.int64) * values.s, count * values.s, 2)
+            prefetch(k_base + at.to(tl.int64) * keys.s, count * keys.s, 2 if keys.bits == 4 else 1)
+            prefetch(v_base + at.to(tl.int64) * values.s, count * values.s, 2 if values.bits == 4 else 1)
             prefetch(k_step + at, count, 2)
             prefetch(v_step + at, count, 2)
             if num_ptr is not None:
@@ -248,8 +250,8 @@ def coded_split_kernel(
             if den_ptr is not None and not TIED:
                 prefetch(den_base + at, count, 4)
     if keys.sign is not None:
-        center = load_vector(keys.center + beside_at + own * D, D, BLOCK_D)
-        sign = load_vector(keys.sign, D, BLOCK_D)
+        center = load_vector(keys.center + beside_at + own * D, D, BLOCK_D, keys.bits)
+        sign = load_vector(keys.sign, D, BLOCK_D, keys.bits)
     if pages is None:
         begin(False, EARLY)
     if pieces is not None:  # noqa: SIM102
@@ -267,10 +269,10 @@ def coded_split_kernel(
     if keys.center is not None and keys.sign is None:
         q_center = tl.load(keys.center + flat_row, mask=row_inside, other=0.0)
     if KEY_WORDS:
-        q = load_by_words(q_rows, row_inside, D, BLOCK_D)  # four parts [BLOCK_M, BLOCK_D]
+        q = load_by_words(q_rows, row_inside, D, BLOCK_D, keys.bits)  # four parts [BLOCK_M, BLOCK_D]
         if keys.sign is not None:
             q, q_center = around(q, center, sign, D)
-        q, lift = query_operands(q, HALF)  # four parts [BLOCK_D, 2 BLOCK_M], [2 BLOCK_M]
+        q, lift = query_operands(q, HALF, keys.bits)  # four parts [BLOCK_D, 2 BLOCK_M], [2 BLOCK_M]
         if not VALUE_WORDS:
             # Programs of several warps: Triton 3.6 fails where the operand of their products comes from a reshape.
             q = (q[0] + tl.zeros_like(q[0]), q[1] + tl.zeros_like(q[1]), q[2] + tl.zeros_like(q[2]),
@@ -322,7 +324,7 @@ def coded_split_kernel(
         if logits_ptr is not None:
             there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
         s = products_of_tile(
-            q, lift, k_base, keys.s, start, limit, keys.bits, D, BLOCK_D, BLOCK_N, MASKED and not SHIFTED
+            q, lift, k_base, keys.s, start, limit, keys.second, keys.bits, D, BLOCK_D, BLOCK_N, MASKED and not SHIFTED
         )  # [BLOCK_M, BLOCK_N]
         x = scores_of_products(
             s, key_step, q_center, scale, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total,
@@ -335,7 +337,7 @@ def coded_split_kernel(
         x_num = x + weights[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
         acc = add_tile_of_values(
-            acc, terms, value_step, shrink, v_base, values.s, start, value_limit,
+            acc, terms, value_step, shrink, v_base, values.s, start, value_limit, values.second,
             DTYPE, values.bits, DV, BLOCK_DV, BLOCK_N, MASKED, SHIFTED, KEY_WORDS,
         )  # fmt: skip
         if not TIED:
@@ -348,7 +350,9 @@ def coded_split_kernel(
             start, slots, there = slots_of(tile, room, limit, BLOCK_N, False)
             if logits_ptr is not None:
                 there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
-            s = products_of_tile(q, lift, k_base, keys.s, start, limit, keys.bits, D, BLOCK_D, BLOCK_N, MASKED)
+            s = products_of_tile(
+                q, lift, k_base, keys.s, start, limit, keys.second, keys.bits, D, BLOCK_D, BLOCK_N, MASKED
+            )
             x = scores_of_products(
                 s, load_steps(k_step, slots, slots < limit), q_center, scale, slots, there, softcap,
                 logits_ptr, flat_row, row_inside, slots_total, bias, bias_strides, KEY_WORDS,
@@ -372,7 +376,7 @@ def coded_split_kernel(
                 k_exact, k_places, k_row = keys.exact + beside_at + own * EXACT * D, place, D
                 k_there = place < EXACT
             if KEY_WORDS:
-                s = exact_products(load_by_words(k_exact + k_places * k_row, k_there, D, BLOCK_D), q)
+                s = exact_products(load_by_words(k_exact + k_places * k_row, k_there, D, BLOCK_D, keys.bits), q)
             else:
                 k = gather_tile(k_exact, k_places, k_row, k_there, D, BLOCK_D).to(DTYPE)
                 s = dot(q[0], tl.trans(k), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32))
@@ -393,7 +397,7 @@ def coded_split_kernel(
                 v_exact, v_places, v_row = values.exact + beside_at + own * EXACT * DV, place, DV
                 v_there = place < EXACT
             if VALUE_WORDS:
-                v = load_by_words(v_exact + v_places * v_row, v_there, DV, BLOCK_DV)
+                v = load_by_words(v_exact + v_places * v_row, v_there, DV, BLOCK_DV, values.bits)
             else:
                 v = (gather_tile(v_exact, v_places, v_row, v_there, DV, BLOCK_DV),)
             acc = add_exact(
@@ -414,7 +418,7 @@ def coded_split_kernel(
         place = split.to(tl.int64) * (GROUP * queries) + row
     rows = [once(part) if KEY_WORDS else part for part in acc]
     if VALUE_WORDS:
-        store_by_words(acc_ptr + place * DV, rows, row_inside, DV, BLOCK_DV)
+        store_by_words(acc_ptr + place * DV, rows, row_inside, DV, BLOCK_DV, values.bits)
     else:
         store_columns(acc_ptr + place * DV, rows[0], row_inside, 0, 1, DV, BLOCK_DV)
     store_sums(sums_ptr, place, num_origin, num_total, den_origin, den_total, row_inside, TIED)

@@ -50,6 +50,7 @@ MOST_TILE = 128  # slots
 # (`slot_update`); there must not be so many that the few programs before them count.
 EARLY_BYTES, EARLY_CODED_BYTES = early_start.LONG_BYTES, 48 << 20
 CODED_BYTES = 132  # of a key and a value of size 128 at 4 bits
+WORD_BITS = (2, 3, 4)  # of codes that are read as words
 FEW_PROGRAMS = 4  # of a multiprocessor, so few that each may have more warps
 PREFETCHED_TILES = 2
 
@@ -207,9 +208,11 @@ def _plan_of(call: Arguments, block_m: int) -> Plan:
     ragged, traits, tiles, size = call.ragged, device_traits(call.q.device), _row_tiles(call, block_m), call.q.shape[3]
     programs = len(call.q) * kv_heads * tiles
     total = programs * slots if ragged is None else ragged.total * tiles
-    if _has_words(call.k, call.q.dtype) and _has_words(call.v, call.q.dtype):
+    coded = [part for part in (call.k, call.v) if isinstance(part, CodedSlots) and _has_words(part, call.q.dtype)]
+    if len(coded) == 2:
         pieces = None if ragged is None else len(ragged.work) * tiles
-        return coded_plan(programs, slots, block_m, max(size, value_size), traits, pieces, total)
+        three = any(part.codec.bits == 3 for part in coded)
+        return coded_plan(programs, slots, block_m, max(size, value_size), traits, pieces, total, three)
     slot_bytes = (block_size(size) + block_size(value_size)) * call.q.element_size()
     return plan(programs, slots, slot_bytes, traits, total, MOST_TILE if ragged is None else UNIT)
 
@@ -242,8 +245,8 @@ def _log2_clip(call: Arguments) -> float | None:
 
 
 def _has_words(part: Tensor | CodedSlots, dtype: torch.dtype) -> bool:
-    """Whether codes are read as words, two bytes at a time."""
-    return isinstance(part, CodedSlots) and part.codec.bits == 4 and dtype != torch.float32
+    """Whether codes are read as words, four at a time."""
+    return isinstance(part, CodedSlots) and part.codec.bits in WORD_BITS and dtype != torch.float32
 
 
 def _one_block(part: CodedSlots) -> bool:
@@ -312,18 +315,26 @@ def plan(
 
 @functools.lru_cache(maxsize=4096)
 def coded_plan(
-    heads: int, slots: int, rows: int, size: int, device: Device, pieces: int | None = None, total: int | None = None
+    heads: int,
+    slots: int,
+    rows: int,
+    size: int,
+    device: Device,
+    pieces: int | None = None,
+    total: int | None = None,
+    three: bool = False,
 ) -> Plan:
-    """The same for 4-bit codes of vectors of this size, and tiles of `rows` queries; `pieces`: of ragged heads.
+    """The same for words of codes of vectors of this size, and tiles of `rows` queries; `pieces`: of ragged heads.
 
     Up to 8 rows fit in one warp, which never waits for others. Its registers are bounded, so that CODED_PROGRAMS run at
-    a time and hide what each of them waits for. Without a bound 8 warps do.
+    a time and hide what each of them waits for. Without a bound 8 warps do. `three`: words of 3 bits, which one warp
+    would write to shared memory and read again.
     """
     early = device.overlap and (total or heads * slots) * CODED_BYTES <= EARLY_CODED_BYTES
     few, several = rows * size <= 512, rows <= 8 and rows * size <= 1024
     registers = 168 if several else None
-    block_n, warps = 64, 1 if rows <= 8 else 2
-    resident = device.multiprocessors * (CODED_PROGRAMS if registers else 8 // warps)
+    block_n, warps = 64, 2 if three or rows > 8 else 1
+    resident = device.multiprocessors * (CODED_PROGRAMS if registers else 8) // warps
     splits = best_splits(heads, _ceil_div(slots + EXACT_SLOTS, block_n), resident)
     if few and (heads * splits if pieces is None else pieces) <= FEW_PROGRAMS * device.multiprocessors:
         # Nothing else hides what they wait for: two warps are done sooner. Four would use other tensor instructions,
