@@ -20,7 +20,7 @@ from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
-MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 23}
+MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 19}  # as many as the cache of a processor holds
 LEAST = {"cuda": 512, "cpu": 1 << 30}
 STEP = 64  # kept slots of a batch are padded to a multiple of it on a GPU, whose products are slow otherwise
 
