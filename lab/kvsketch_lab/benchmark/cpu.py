@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import copy
 import functools
+import platform
 import statistics
 import time
 from collections.abc import Iterator
@@ -34,8 +35,8 @@ from kvsketch_lab.options import option
 class Cpu(TextBenchmark):
     name, kind, title = "cpu", "cpu", "A CPU, beside DynamicCache"
     columns = (
-        "model | method | tokens:,d | threads | read s=read_s:.2f | times=read_ratio:.2f | step ms=step_ms:.1f | "
-        "times=step_ratio:.2f | cache MB=cache_bytes/1e6:,.1f"
+        "processor | model | method | tokens:,d | threads | read s=read_s:.2f | times=read_ratio:.2f | "
+        "step ms=step_ms:.1f | times=step_ratio:.2f | cache MB=cache_bytes/1e6:,.1f"
     )
     device: str = option("cpu", "cpu")
     model: str = option("smollm2-135m", "short name, folder, .gguf file or hub name")
@@ -62,7 +63,7 @@ class Cpu(TextBenchmark):
         ids = self.ids(tokens, "--tokens")
         row = {
             "model": model, "method": method, "tokens": tokens, "threads": self.threads, "repeats": self.repeats,
-            "kernels": kernels_in_use(False).split(",")[0],
+            "kernels": kernels_in_use(False).split(",")[0], "processor": platform.machine(),
         }  # fmt: skip
         cache = self._cache(method)
         first = self._read(ids, cache)

@@ -62,7 +62,7 @@ REPEATED = {
     DECODE: ("shape", "prompt", "method", "batch"),
     "recall": ("part", "contender", "clusters", "rounds", "budget", "batch"),
     "prefill": ("method", "beside"),
-    "cpu": ("model", "method", "tokens", "threads"),
+    "cpu": ("processor", "model", "method", "tokens", "threads"),
     "stream": ("method", "tokens"),
     "kvpress": ("press",),
 }
