@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsketch_lab.records import Record
 from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, usual_steps
-from kvsketch_lab.report.canvas import WIDEST, line_style, new_figure
+from kvsketch_lab.report.canvas import WIDEST, legend, line_style, new_figure
 from kvsketch_lab.report.palette import looks, without_budget
 
 Data = dict[str, Any]
@@ -35,7 +35,7 @@ def _decode(data: list[Data]) -> Any:
     methods: dict[str, list[Data]] = {}
     for d in sorted(last.values(), key=lambda d: d["batch"]):
         methods.setdefault(d["method"], []).append(d)
-    figure, (left, right) = new_figure(WIDEST, 5.2, 1, 2)
+    figure, (left, right) = new_figure(WIDEST, 6.0, 1, 2)
     shown = looks(without_budget(method) for method in methods)
     for method, line in methods.items():
         look = shown[without_budget(method)]._replace(**({"dash": ""} if method == FULL else {}))
@@ -51,8 +51,7 @@ def _decode(data: list[Data]) -> Any:
     left.set_ylim(bottom=0.88 * left.get_ylim()[0])  # room for the label of the lower floor
     left.set_title(f"Decode step after {longest:,} tokens, captured", loc="left", fontsize=11)
     right.set_title("Throughput", loc="left", fontsize=11)
-    lines, names = left.get_legend_handles_labels()
-    figure.legend(lines, names, frameon=False, fontsize=10, loc="outside lower center", ncols=3)
+    legend(figure, [left])
     return figure
 
 

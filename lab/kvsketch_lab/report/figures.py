@@ -8,7 +8,18 @@ from typing import Any
 
 from kvsketch_lab.records import Estimate, budget_value
 from kvsketch_lab.report import figure_pictures
-from kvsketch_lab.report.canvas import WIDEST, as_shares, curve, dress, grid, legend, new_figure, slug, title
+from kvsketch_lab.report.canvas import (
+    WIDEST,
+    as_shares,
+    curve,
+    dress,
+    grid,
+    legend,
+    new_figure,
+    panel_title,
+    slug,
+    title,
+)
 from kvsketch_lab.report.contents import Contents, Section
 from kvsketch_lab.report.kinds import Kind
 from kvsketch_lab.report.palette import Look, looks, order
@@ -41,7 +52,7 @@ def _curves(section: Section, rows: Sequence[Row], shown: dict[str, Look]) -> An
     figure, panels = grid(len(settings), 2, 5.2 if len(settings) == 1 else 3.8, 1.1)
     for axes, setting in zip(panels, settings, strict=True):
         _panel(axes, section.kind, [row for row in rows if row.setting == setting], shown)
-        axes.set_title(setting.removesuffix(f", {rows[0].variant}"), loc="left", fontsize=10)
+        panel_title(axes, setting.removesuffix(f", {rows[0].variant}"))
     if section.kind.share:
         edges = [axes.get_ylim() for axes in panels]
         for axes in panels:
@@ -61,7 +72,7 @@ def attention_errors(section: Section, model: str) -> Any:
     parts = ((recall, "Recall methods"), (defaults, "All methods, by default"))
     for axes, (own, name) in zip(panels, parts, strict=True):
         _panel(axes, section.kind, own, shown)
-        axes.set_title(name, loc="left", fontsize=10)
+        panel_title(axes, name)
     legend(figure, panels)
     return figure
 
