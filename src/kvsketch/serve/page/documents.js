@@ -116,7 +116,8 @@ export async function choose_document(id) {
   const each = document_of(id);
   changes.dispatchEvent(new Event("chosen"));
   $("about").textContent = each ? `About ${each.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
-  if (each?.status === "ready") await show(each);
+  // Nobody waits for the picture: a question needs the choice alone.
+  if (each?.status === "ready") show(each).catch((error) => say_there(error.message, true));
   else hide();
 }
 
