@@ -426,6 +426,57 @@ def test_a_question_is_not_lost_with_a_server_that_is_away_when_the_page_opens(p
     assert asked_of(bodies[0]) == [words]
 
 
+def test_what_is_typed_after_an_edit_was_sent_stays(page: Any, tmp_path: Path) -> None:
+    answers_with(page, "One.", "Two.", "Three.")
+    ask(page, "First?")
+    answered(page)
+    sending: list[Any] = []
+    page.route("**/v1/documents", lambda r: sending.append(r) if r.request.method == "POST" else r.continue_())
+    (tmp_path / "edited.txt").write_text("Edited. " + TEXT)
+    page.locator("#file").set_input_files(tmp_path / "edited.txt")
+    page.get_by_label("Edit this question").click()
+    question(page).fill("Changed?")
+    page.keyboard.press("Enter")
+    page.get_by_text("waits in line: the file is being sent").wait_for()
+    question(page).fill("The next one, half")
+    page.unroute("**/v1/documents")
+    sending[0].continue_()
+    page.get_by_text("Two.", exact=True).wait_for()
+    answered(page)
+    assert page.locator(".asked").all_inner_texts() == ["Changed?"]
+    assert question(page).input_value() == "The next one, half"
+
+
+def test_an_edit_lasts_while_its_conversation_is_shown(page: Any, tmp_path: Path) -> None:
+    bodies = answers_with(page, "One.", "Two.")
+    read(page, tmp_path, "other.txt", "Other. " + TEXT)
+    read(page, tmp_path, "edited.txt", "Edited again. " + TEXT)
+    ask(page, "First?")
+    answered(page)
+    page.get_by_label("Edit this question").click()
+    question(page).fill("Changed?")
+    page.get_by_role("button", name="Delete other.txt").click()
+    page.locator(".choose", has_text="other.txt").wait_for(state="detached")
+    page.get_by_text("About edited.txt").wait_for()
+    assert question(page).input_value() == "Changed?"
+    question(page).press("Enter")
+    page.get_by_text("Two.", exact=True).wait_for()
+    assert asked_of(bodies[1]) == ["Changed?"] and page.locator(".turn").count() == 1, "it is an edit still"
+
+
+def test_questions_about_a_file_that_is_not_sent_go_back_into_the_box(page: Any, tmp_path: Path) -> None:
+    sending: list[Any] = []
+    page.route("**/v1/documents", lambda r: sending.append(r) if r.request.method == "POST" else r.continue_())
+    (tmp_path / "lost.txt").write_text(TEXT)
+    page.locator("#file").set_input_files(tmp_path / "lost.txt")
+    for words in ("How deep?", "How old?"):
+        question(page).fill(words)
+        page.keyboard.press("Enter")
+    sending[0].fulfill(status=500, json={"error": {"message": "no room"}})
+    page.locator("#status.wrong", has_text="not asked: the file was not sent").wait_for()
+    assert question(page).input_value() == "How deep?\nHow old?" and page.locator(".turn").count() == 0
+
+
 # Answers once with "One.", and presses Enter at one moment of its end: a name, or after so many microtasks.
 AT_THE_END = """(moment) => {
     const box = document.getElementById('question'), plain = window.fetch;

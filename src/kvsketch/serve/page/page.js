@@ -4,7 +4,7 @@ import { add_file, add_text, open_documents, state } from "./documents.js";
 import { $, count, say } from "./dom.js";
 import { load_settings, save_settings, USUAL } from "./kept.js";
 import { get, server } from "./server.js";
-import { ask, draw, edit, export_conversation, forget_all, forget_conversation, stop } from "./talk.js";
+import { ask, draw, edit, export_conversation, forget_all, forget_conversation, stop, take_edited } from "./talk.js";
 
 const FIELDS = { temperature: Number, max_tokens: Number, system: String };
 // Until the server is reached and a document chosen: a promise of that, which stays here when it is broken.
@@ -12,25 +12,25 @@ let opening = null;
 
 // ---- questions
 
-const unasked = []; // questions that wait until it is known what they are about
+const unasked = []; // {question, edited} that wait until it is known what they are about
 
 $("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const question = $("question").value.trim();
   if (!question) return;
   $("question").value = "";
-  if (unasked.push(question) === 1) ask_all();
+  if (unasked.push({ question, edited: take_edited() }) === 1) ask_all();
 });
 
 async function ask_all() {
   try {
     await what_they_are_about();
   } catch (error) {
-    $("question").value = [...unasked.splice(0), $("question").value].filter(Boolean).join("\n");
+    $("question").value = [...unasked.splice(0).map(({ question }) => question), $("question").value].filter(Boolean).join("\n");
     return say(`not asked: ${error.message}`, true);
   }
   say("");
-  for (const question of unasked.splice(0)) ask(question);
+  for (const { question, edited } of unasked.splice(0)) ask(question, edited);
 }
 
 // The document that the page opens with, or a file that is being sent.
