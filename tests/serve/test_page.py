@@ -477,6 +477,48 @@ def test_questions_about_a_file_that_is_not_sent_go_back_into_the_box(page: Any,
     assert question(page).input_value() == "How deep?\nHow old?" and page.locator(".turn").count() == 0
 
 
+def test_a_server_that_is_back_leaves_the_conversation_without_a_document(
+    page: Any, address: str, tmp_path: Path
+) -> None:
+    answers_with(page, "One.")
+    read(page, tmp_path, "left.txt", "Left. " + TEXT)
+    page.locator(".choose", has_text="left.txt").click()
+    page.get_by_text("Without a document").wait_for()
+    ask(page, "Of the model alone?")
+    answered(page)
+    here = f"**://{urlsplit(address).netloc}/**"
+    page.route(here, lambda route: route.abort("connectionrefused"))
+    ask(page, "Is anybody there?")
+    page.locator("#status.wrong", has_text="the server does not answer").wait_for()
+    page.unroute(here)
+    page.locator("#status:not(.wrong)", has_text="the server is back").wait_for()
+    assert page.get_by_text("Without a document").is_visible()
+    assert page.locator(".asked").all_inner_texts() == ["Of the model alone?", "Is anybody there?"]
+
+
+def test_a_file_sent_while_the_page_opens_stays_chosen(page: Any, tmp_path: Path) -> None:
+    bodies = answers_with(page, "It is deep.")
+    read(page, tmp_path, "before.txt", "Before. " + TEXT)
+    late: list[Any] = []
+
+    def first_comes_late(route: Any) -> None:
+        if late:
+            return route.continue_()
+        late.append((route, route.fetch()))
+
+    page.route("**/v1/documents", first_comes_late)
+    with page.expect_request("**/v1/documents"):
+        page.reload()
+    page.get_by_text("connecting…").wait_for()
+    read(page, tmp_path, "sent.txt", "Sent. " + TEXT)
+    question(page).fill("How deep?")
+    page.keyboard.press("Enter")
+    late[0][0].fulfill(response=late[0][1])
+    page.get_by_text("It is deep.", exact=True).wait_for()
+    assert page.get_by_text("About sent.txt").is_visible()
+    assert bodies[0]["document"] == page.locator(".choose", has_text="sent.txt").get_attribute("data-id")
+
+
 # Answers once with "One.", and presses Enter at one moment of its end: a name, or after so many microtasks.
 AT_THE_END = """(moment) => {
     const box = document.getElementById('question'), plain = window.fetch;
