@@ -393,6 +393,7 @@ def test_a_question_asked_while_the_page_opens_waits_for_its_document(page: Any,
         page.keyboard.press("Enter")
     assert bodies == [], "none is asked before the page has chosen a document"
     assert page.locator("#status").inner_text() == "waits in line: the page is being opened"
+    assert page.locator("#about").inner_text() == "", "nothing is promised before it is known"
     page.unroute("**/v1/documents")
     looks[0].continue_()
     page.get_by_text("About early.txt").wait_for()
@@ -402,6 +403,12 @@ def test_a_question_asked_while_the_page_opens_waits_for_its_document(page: Any,
     assert all(each.get("document") for each in bodies), "asked about what the page shows"
     assert page.locator(".asked").all_inner_texts() == ["How deep?", "How old?"]
     assert page.locator("#status").inner_text() == ""
+
+
+def test_a_page_that_opens_without_documents_says_so(page: Any) -> None:
+    page.route("**/v1/documents", lambda route: route.fulfill(json={"data": []}))
+    page.reload()
+    page.get_by_text("Without a document, questions go to the model alone.").wait_for()
 
 
 def test_a_question_is_not_lost_with_a_server_that_is_away_when_the_page_opens(page: Any) -> None:

@@ -122,10 +122,14 @@ export async function choose_document(id) {
   await refresh();
   const each = document_of(id);
   changes.dispatchEvent(new Event("chosen"));
-  $("about").textContent = each ? `About ${each.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
+  tell_choice(each);
   // Nobody waits for the picture: a question needs the choice alone.
   if (each?.status === "ready") show(each).catch((error) => say_there(error.message, true));
   else hide();
+}
+
+function tell_choice(each) {
+  $("about").textContent = each ? `About ${each.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
 }
 
 async function remove_document(each) {
@@ -160,5 +164,6 @@ export async function open_documents() {
   const first = shown.find((each) => each.id === wanted) || (opened && !before ? null : shown[0]);
   opened = true;
   if (first && state.chosen === before) await choose_document(first.id);
+  else if (!state.chosen) tell_choice(null);
   for (const each of shown.filter(is_open)) until_read(each.id, name_of(each)).catch((error) => say_there(error.message, true));
 }
