@@ -380,6 +380,203 @@ def test_a_question_about_a_document_that_is_read_waits_in_line(page: Any, tmp_p
     assert asked_of(bodies[1]) == ["How deep?", "It is deep.", "How old?"] and notes.all_inner_texts() == ["", ""]
 
 
+def test_a_question_asked_while_the_page_opens_waits_for_its_document(page: Any, tmp_path: Path) -> None:
+    bodies = answers_with(page, "It is deep.")
+    read(page, tmp_path, "early.txt", "Early. " + TEXT)
+    looks: list[Any] = []
+    page.route("**/v1/documents", lambda route: looks.append(route))
+    with page.expect_request("**/v1/documents"):
+        page.reload()
+    page.get_by_text("connecting…").wait_for()
+    for words in ("How deep?", "How old?"):
+        question(page).fill(words)
+        page.keyboard.press("Enter")
+    assert bodies == [], "none is asked before the page has chosen a document"
+    assert page.locator("#status").inner_text() == "waits in line: the page is being opened"
+    assert page.locator("#about").inner_text() == "", "nothing is promised before it is known"
+    page.unroute("**/v1/documents")
+    looks[0].continue_()
+    page.get_by_text("About early.txt").wait_for()
+    page.locator(".took:not(:empty)").nth(1).wait_for()
+    answered(page)
+    assert [asked_of(each)[-1] for each in bodies] == ["How deep?", "How old?"]
+    assert all(each.get("document") for each in bodies), "asked about what the page shows"
+    assert page.locator(".asked").all_inner_texts() == ["How deep?", "How old?"]
+    assert page.locator("#status").inner_text() == ""
+
+
+def test_a_page_that_opens_without_documents_says_so(page: Any) -> None:
+    page.route("**/v1/documents", lambda route: route.fulfill(json={"data": []}))
+    page.reload()
+    page.get_by_text("Without a document, questions go to the model alone.").wait_for()
+
+
+def test_a_question_is_not_lost_with_a_server_that_is_away_when_the_page_opens(page: Any) -> None:
+    bodies = answers_with(page, "Here.")
+    looks: list[Any] = []
+    page.route("**/v1/documents", lambda route: looks.append(route))
+    with page.expect_request("**/v1/documents"):
+        page.reload()
+    page.get_by_text("connecting…").wait_for()
+    for words in ("Is anybody there?", "And where?"):
+        question(page).fill(words)
+        page.keyboard.press("Enter")
+    question(page).fill("The next one, half")
+    page.unroute("**/v1/documents")
+    looks[0].abort("connectionrefused")
+    page.locator("#status.wrong", has_text="not asked: the server does not answer").wait_for()
+    words = "Is anybody there?\nAnd where?\nThe next one, half"
+    assert question(page).input_value() == words and bodies == []
+    page.locator("#status:not(.wrong)", has_text="the server is back").wait_for()
+    page.keyboard.press("Enter")
+    page.get_by_text("Here.", exact=True).wait_for()
+    assert asked_of(bodies[0]) == [words]
+
+
+def test_what_is_typed_after_an_edit_was_sent_stays(page: Any, tmp_path: Path) -> None:
+    answers_with(page, "One.", "Two.", "Three.")
+    ask(page, "First?")
+    answered(page)
+    sending: list[Any] = []
+    page.route("**/v1/documents", lambda r: sending.append(r) if r.request.method == "POST" else r.continue_())
+    (tmp_path / "edited.txt").write_text("Edited. " + TEXT)
+    page.locator("#file").set_input_files(tmp_path / "edited.txt")
+    page.get_by_label("Edit this question").click()
+    question(page).fill("Changed?")
+    page.keyboard.press("Enter")
+    page.get_by_text("waits in line: the file is being sent").wait_for()
+    question(page).fill("The next one, half")
+    page.unroute("**/v1/documents")
+    sending[0].continue_()
+    page.get_by_text("Two.", exact=True).wait_for()
+    answered(page)
+    assert page.locator(".asked").all_inner_texts() == ["Changed?"]
+    assert question(page).input_value() == "The next one, half"
+
+
+def test_an_edit_lasts_while_its_conversation_is_shown(page: Any, tmp_path: Path) -> None:
+    bodies = answers_with(page, "One.", "Two.")
+    read(page, tmp_path, "other.txt", "Other. " + TEXT)
+    read(page, tmp_path, "edited.txt", "Edited again. " + TEXT)
+    ask(page, "First?")
+    answered(page)
+    page.get_by_label("Edit this question").click()
+    question(page).fill("Changed?")
+    page.get_by_role("button", name="Delete other.txt").click()
+    page.locator(".choose", has_text="other.txt").wait_for(state="detached")
+    page.get_by_text("About edited.txt").wait_for()
+    assert question(page).input_value() == "Changed?"
+    question(page).press("Enter")
+    page.get_by_text("Two.", exact=True).wait_for()
+    assert asked_of(bodies[1]) == ["Changed?"] and page.locator(".turn").count() == 1, "it is an edit still"
+
+
+def test_questions_about_a_file_that_is_not_sent_go_back_into_the_box(page: Any, tmp_path: Path) -> None:
+    sending: list[Any] = []
+    page.route("**/v1/documents", lambda r: sending.append(r) if r.request.method == "POST" else r.continue_())
+    (tmp_path / "lost.txt").write_text(TEXT)
+    page.locator("#file").set_input_files(tmp_path / "lost.txt")
+    for words in ("How deep?", "How old?"):
+        question(page).fill(words)
+        page.keyboard.press("Enter")
+    sending[0].fulfill(status=500, json={"error": {"message": "no room"}})
+    page.locator("#status.wrong", has_text="not asked: the file was not sent").wait_for()
+    assert question(page).input_value() == "How deep?\nHow old?" and page.locator(".turn").count() == 0
+
+
+def test_a_server_that_is_back_leaves_the_conversation_without_a_document(
+    page: Any, address: str, tmp_path: Path
+) -> None:
+    answers_with(page, "One.")
+    read(page, tmp_path, "left.txt", "Left. " + TEXT)
+    page.locator(".choose", has_text="left.txt").click()
+    page.get_by_text("Without a document").wait_for()
+    ask(page, "Of the model alone?")
+    answered(page)
+    here = f"**://{urlsplit(address).netloc}/**"
+    page.route(here, lambda route: route.abort("connectionrefused"))
+    ask(page, "Is anybody there?")
+    page.locator("#status.wrong", has_text="the server does not answer").wait_for()
+    page.unroute(here)
+    page.locator("#status:not(.wrong)", has_text="the server is back").wait_for()
+    assert page.get_by_text("Without a document").is_visible()
+    assert page.locator(".asked").all_inner_texts() == ["Of the model alone?", "Is anybody there?"]
+
+
+def test_a_file_sent_while_the_page_opens_stays_chosen(page: Any, tmp_path: Path) -> None:
+    bodies = answers_with(page, "It is deep.")
+    read(page, tmp_path, "before.txt", "Before. " + TEXT)
+    late: list[Any] = []
+
+    def first_comes_late(route: Any) -> None:
+        if late:
+            return route.continue_()
+        late.append((route, route.fetch()))
+
+    page.route("**/v1/documents", first_comes_late)
+    with page.expect_request("**/v1/documents"):
+        page.reload()
+    page.get_by_text("connecting…").wait_for()
+    read(page, tmp_path, "sent.txt", "Sent. " + TEXT)
+    question(page).fill("How deep?")
+    page.keyboard.press("Enter")
+    late[0][0].fulfill(response=late[0][1])
+    page.get_by_text("It is deep.", exact=True).wait_for()
+    assert page.get_by_text("About sent.txt").is_visible()
+    assert bodies[0]["document"] == page.locator(".choose", has_text="sent.txt").get_attribute("data-id")
+
+
+# Answers once with "One.", and presses Enter at one moment of its end: a name, or after so many microtasks.
+AT_THE_END = """(moment) => {
+    const box = document.getElementById('question'), plain = window.fetch;
+    const at = (now) => {
+        if (now !== moment) return;
+        box.value = 'And?';
+        box.dispatchEvent(new KeyboardEvent('keydown', { key: 'Enter', bubbles: true, cancelable: true }));
+    };
+    const turns = document.getElementById('turns'), stop = document.getElementById('stop');
+    const watch = (now, node, is_busy) => {
+        let begun = false;
+        new MutationObserver((_, observer) => {
+            begun ||= is_busy();
+            if (!begun || is_busy()) return;
+            observer.disconnect();
+            at(now);
+        }).observe(node, { attributes: true, childList: true, subtree: true });
+    };
+    watch('written', turns, () => turns.querySelector('.writing') !== null);
+    watch('no stop', stop, () => !stop.hidden);
+    const end = async (stream) => {
+        at('last words');
+        const event = { choices: [{ index: 0, delta: { content: 'One.' } }] };
+        stream.enqueue(new TextEncoder().encode(`data: ${JSON.stringify(event)}\\n\\n`));
+        at('before the end');
+        stream.close();
+        for (let passed = 0; passed < 40; passed++) {
+            at(passed);
+            await null;
+        }
+    };
+    window.fetch = async (path, options) => {
+        if (path !== 'v1/chat/completions') return plain(path, options);
+        window.fetch = plain;
+        return new Response(new ReadableStream({ start(stream) { setTimeout(end, 20, stream); } }));
+    };
+}"""
+
+
+def test_enter_at_any_moment_of_the_end_of_an_answer_asks(page: Any) -> None:
+    bodies = answers_with(page, "Two.")
+    for moment in ("last words", "before the end", "written", "no stop", *range(40)):
+        page.evaluate(AT_THE_END, moment)
+        ask(page, "First?")
+        playwright.expect(page.locator(".said")).to_have_text(["One.", "Two."])
+        answered(page)
+        assert page.locator(".asked").all_inner_texts() == ["First?", "And?"], moment
+        assert asked_of(bodies[-1]) == ["First?", "One.", "And?"] and question(page).input_value() == "", moment
+        page.get_by_role("button", name="New conversation").click()
+
+
 def test_a_click_on_a_passage_goes_to_its_place(page: Any, tmp_path: Path) -> None:
     answers_with(page, "The lighthouse keeper was Dr. Vance.")
     text = (
@@ -630,6 +827,7 @@ def test_keys_and_a_long_conversation(page: Any) -> None:
     page.keyboard.press("Shift+Enter")
     page.keyboard.type("two")
     page.keyboard.press("Enter")
+    page.locator(".turn").wait_for()
     answered(page)
     assert page.locator(".asked").inner_text() == "One\ntwo" and question(page).input_value() == ""
     for words in ("And?", "So?"):

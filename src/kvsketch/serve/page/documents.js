@@ -14,8 +14,15 @@ export const name_of = (each) => each.name || "pasted text";
 const is_open = (each) => each.status === "waiting" || each.status === "reading";
 const say_there = (message, wrong) => say(message, wrong, "upload");
 
+let looks = 0, newest = 0; // lists that were asked for, and which of them is shown
+
 export async function refresh() {
-  state.documents = (await get("v1/documents")).data.filter((each) => each.status !== "other_model");
+  const look = ++looks, { data } = await get("v1/documents");
+  // A list that comes after a later one does not know the documents that were sent since.
+  if (look > newest) {
+    newest = look;
+    state.documents = data.filter((each) => each.status !== "other_model");
+  }
   const shown = state.documents.filter(is_shown);
   const focused = document.activeElement?.dataset?.id;
   $("list").replaceChildren(...shown.reverse().map(row));
@@ -115,9 +122,14 @@ export async function choose_document(id) {
   await refresh();
   const each = document_of(id);
   changes.dispatchEvent(new Event("chosen"));
-  $("about").textContent = each ? `About ${each.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
-  if (each?.status === "ready") await show(each);
+  tell_choice(each);
+  // Nobody waits for the picture: a question needs the choice alone.
+  if (each?.status === "ready") show(each).catch((error) => say_there(error.message, true));
   else hide();
+}
+
+function tell_choice(each) {
+  $("about").textContent = each ? `About ${each.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
 }
 
 async function remove_document(each) {
@@ -144,10 +156,14 @@ async function twins(each) {
   return alike.filter((_, place) => same[place]).map((other) => other.id);
 }
 
-// The documents of a server that was just reached.
+let opened = false; // whether the documents were listed before
+
+// The documents of a server that was just reached. A choice that somebody has made stays, also that of no document.
 export async function open_documents() {
-  const shown = await refresh(), wanted = location.hash.slice(1);
-  const first = shown.find((each) => each.id === wanted) || shown[0];
-  if (first) await choose_document(first.id);
+  const before = state.chosen, shown = await refresh(), wanted = location.hash.slice(1);
+  const first = shown.find((each) => each.id === wanted) || (opened && !before ? null : shown[0]);
+  opened = true;
+  if (first && state.chosen === before) await choose_document(first.id);
+  else if (!state.chosen) tell_choice(null);
   for (const each of shown.filter(is_open)) until_read(each.id, name_of(each)).catch((error) => say_there(error.message, true));
 }

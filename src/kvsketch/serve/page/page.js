@@ -4,28 +4,43 @@ import { add_file, add_text, open_documents, state } from "./documents.js";
 import { $, count, say } from "./dom.js";
 import { load_settings, save_settings, USUAL } from "./kept.js";
 import { get, server } from "./server.js";
-import { ask, draw, edit, export_conversation, forget_all, forget_conversation, stop } from "./talk.js";
+import { ask, draw, edit, export_conversation, forget_all, forget_conversation, stop, take_edited } from "./talk.js";
 
 const FIELDS = { temperature: Number, max_tokens: Number, system: String };
+// Until the server is reached and a document chosen: a promise of that, which stays here when it is broken.
+let opening = null;
 
 // ---- questions
 
-$("ask").addEventListener("submit", async (event) => {
+const unasked = []; // {question, edited} that wait until it is known what they are about
+
+$("ask").addEventListener("submit", (event) => {
   event.preventDefault();
   const question = $("question").value.trim();
   if (!question) return;
   $("question").value = "";
+  if (unasked.push({ question, edited: take_edited() }) === 1) ask_all();
+});
+
+async function ask_all() {
   try {
-    // A file that is being sent is what the question is about.
-    if (state.sent) say("waits in line: the file is being sent");
-    await state.sent;
-  } catch {
-    $("question").value ||= question;
-    return say("not asked: the file was not sent", true);
+    await what_they_are_about();
+  } catch (error) {
+    $("question").value = [...unasked.splice(0).map(({ question }) => question), $("question").value].filter(Boolean).join("\n");
+    return say(`not asked: ${error.message}`, true);
   }
   say("");
-  ask(question);
-});
+  for (const { question, edited } of unasked.splice(0)) ask(question, edited);
+}
+
+// The document that the page opens with, or a file that is being sent.
+async function what_they_are_about() {
+  if (opening) say("waits in line: the page is being opened");
+  await opening;
+  if (state.sent) say("waits in line: the file is being sent");
+  await state.sent?.catch(() => { throw new Error("the file was not sent"); });
+}
+
 $("question").addEventListener("keydown", (event) => {
   if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
     event.preventDefault();
@@ -89,24 +104,28 @@ for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
   });
 }
 
-async function start() {
+async function open_page() {
+  const [model] = (await get("v1/models")).data;
+  Object.assign(state, { model: model.id, method: model.method, whole: model.whole_below });
+  $("compare-label").hidden = model.method === "full";
+  await open_documents();
+  draw();
+  $("model").textContent = `${model.id} · ${model.method} · up to ${count(model.context)} tokens`;
+}
+
+async function start(greeting = "") {
   try {
-    const [model] = (await get("v1/models")).data;
-    Object.assign(state, { model: model.id, method: model.method, whole: model.whole_below });
-    $("model").textContent = `${model.id} · ${model.method} · up to ${count(model.context)} tokens`;
-    $("compare-label").hidden = model.method === "full";
-    await open_documents();
-    draw();
+    opening = open_page();
+    await opening;
+    opening = null;
+    if (greeting) say(greeting);
   } catch (error) {
     $("model").textContent = "";
     say(`the server cannot be reached: ${error.message}`, true);
   }
 }
 
-server.addEventListener("back", async () => {
-  await start();
-  say("the server is back");
-});
+server.addEventListener("back", () => start("the server is back"));
 // What gets the focus or is followed is not hidden behind the question.
 new ResizeObserver(() => {
   document.documentElement.style.scrollPaddingBottom = `${$("ask").offsetHeight}px`;

@@ -36,10 +36,10 @@ function break_off(turn) {
 
 // ---- the line
 
-export function ask(question) {
-  const id = here(), turns = turns_of(id), place = turns.indexOf(editing);
+// Asks; `edited` is the turn that the question takes the place of.
+export function ask(question, edited = null) {
+  const id = here(), turns = turns_of(id), place = turns.indexOf(edited);
   if (place >= 0) drop_from(id, place);
-  edit(null);
   const small = id && (document_of(id)?.method || state.method) !== "full";
   const turn = { question, both: Boolean(small && $("compare").checked), settings: load_settings(), note: "", done: false, answers: {} };
   turns.push(turn);
@@ -255,6 +255,13 @@ export function edit(turn) {
   return true;
 }
 
+// The turn whose question was in the box and is sent; what is typed from here on is a question of its own.
+export function take_edited() {
+  const turn = editing;
+  editing = null;
+  return turn;
+}
+
 export function forget_conversation(id = here()) {
   stop(id);
   talks.delete(id);
@@ -276,7 +283,7 @@ export function export_conversation() {
 
 changes.addEventListener("listed", advance);
 changes.addEventListener("chosen", () => {
-  edit(null);
+  if (!turns_of(here()).includes(editing)) edit(null);
   draw();
 });
 changes.addEventListener("deleted", ({ detail }) => forget_conversation(detail));
