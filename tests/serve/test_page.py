@@ -433,6 +433,21 @@ def test_a_question_is_not_lost_with_a_server_that_is_away_when_the_page_opens(p
     assert asked_of(bodies[0]) == [words]
 
 
+def test_a_question_tries_again_to_open_a_page_that_could_not_be_opened(page: Any) -> None:
+    bodies = answers_with(page, "Here.")
+    page.route("**/v1/documents", lambda route: route.fulfill(status=500, json={"error": {"message": "not ready"}}))
+    page.reload()
+    page.locator("#status.wrong", has_text="not ready").wait_for()
+    question(page).fill("Is anybody there?")
+    page.keyboard.press("Enter")
+    page.locator("#status.wrong", has_text="not asked").wait_for()
+    assert question(page).input_value() == "Is anybody there?" and bodies == []
+    page.unroute("**/v1/documents")
+    page.keyboard.press("Enter")
+    page.get_by_text("Here.", exact=True).wait_for()
+    assert asked_of(bodies[0]) == ["Is anybody there?"]
+
+
 def test_what_is_typed_after_an_edit_was_sent_stays(page: Any, tmp_path: Path) -> None:
     answers_with(page, "One.", "Two.", "Three.")
     ask(page, "First?")

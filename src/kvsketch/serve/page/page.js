@@ -7,8 +7,8 @@ import { get, server } from "./server.js";
 import { ask, draw, edit, export_conversation, forget_all, forget_conversation, stop, take_edited } from "./talk.js";
 
 const FIELDS = { temperature: Number, max_tokens: Number, system: String };
-// Until the server is reached and a document chosen: a promise of that, which stays here when it is broken.
-let opening = null;
+// Until the server is reached and a document chosen: a promise of that. Where it is broken, the next question tries again.
+let opening = null, broken = false;
 
 // ---- questions
 
@@ -35,6 +35,7 @@ async function ask_all() {
 
 // The document that the page opens with, or a file that is being sent.
 async function what_they_are_about() {
+  if (broken) start();
   if (opening) say("waits in line: the page is being opened");
   await opening;
   if (state.sent) say("waits in line: the file is being sent");
@@ -115,11 +116,13 @@ async function open_page() {
 
 async function start(greeting = "") {
   try {
+    broken = false;
     opening = open_page();
     await opening;
     opening = null;
     if (greeting) say(greeting);
   } catch (error) {
+    broken = true;
     $("model").textContent = "";
     say(`the server cannot be reached: ${error.message}`, true);
   }
