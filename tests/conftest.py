@@ -6,11 +6,13 @@ KVSKETCH_NAN=1 fills memory that nobody has written with NaN, or with the larges
 it then fails on every machine. torch does so in its deterministic mode only. Operations without a deterministic kind
 warn there and run as ever.
 
-Files whose few tests take minutes come first, so that no process works on them alone at the end.
+Some files come first, see `FIRST`: what takes minutes, so that no process works on it alone at the end, and what waits
+for sockets, browsers and clocks, because `make check` begins with more processes than cores: others use the time.
 """
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -18,11 +20,22 @@ from hypothesis import settings
 
 from tests.helpers.interpreter import hasten
 
-LONGEST = ("test_compile.py",)
+TESTS = Path(__file__).parent
+FIRST = (
+    "ops/test_compile.py",
+    "serve/test_page.py",
+    "serve/test_connections.py",
+    "serve/test_server.py",
+    "serve/test_clients.py",
+    "serve/test_documents.py",
+    "cache/test_faults.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
+    """Sorts files; the tests of a file stay as they are."""
+    places = {TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
 
 
 if not torch.cuda.is_available():
