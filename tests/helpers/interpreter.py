@@ -25,6 +25,7 @@ def hasten() -> None:
     keep_shapes_of_tensors(interpreter.tl.core)
     compare_types_by_identity_first(interpreter.tl.core)
     broadcast_where_shapes_differ(type(interpreter.interpreter_semantic))
+    keep_types_of_results(type(interpreter.interpreter_semantic))
 
 
 def replace_the_language_once_per_launch(interpreter: Any) -> None:
@@ -124,3 +125,20 @@ def broadcast_where_shapes_differ(semantic: Any) -> None:
         return (lhs, rhs) if shapes[0] is shapes[1] else broadcast(self, lhs, rhs)
 
     semantic.broadcast_impl_value = compatible
+
+
+def keep_types_of_results(semantic: Any) -> None:
+    """What the operands of a sum, a product or a comparison become; an operand that is of that type stays as it is."""
+    find, cast = semantic.computation_type_impl, semantic._cast_to_computation_type
+    known: dict[Any, Any] = {}
+
+    def result_type(self: Any, a: Any, a_is_scalar: bool, b: Any, b_is_scalar: bool, div_or_mod: bool) -> Any:
+        key = (a.name, a_is_scalar, b.name, b_is_scalar, div_or_mod)
+        if key not in known:
+            known[key] = find(self, a, a_is_scalar, b, b_is_scalar, div_or_mod)
+        return known[key]
+
+    def become(self: Any, value: Any, dtype: Any) -> Any:
+        return value if getattr(value, "dtype", None) is dtype else cast(self, value, dtype)
+
+    semantic.computation_type_impl, semantic._cast_to_computation_type = result_type, become

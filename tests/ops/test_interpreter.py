@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -89,3 +90,27 @@ def test_numbers_have_the_bits_of_their_type() -> None:
             assert [8 * _get_np_dtype(of).itemsize for of in (element, tl.block_type(element, [2]))] == [bits, bits]
             assert _get_np_dtype(tl.pointer_type(element)).itemsize == 8
             assert (_get_np_dtype(element).kind == "f") == (element.is_floating() and element != tl.bfloat16)
+
+
+def test_results_have_the_type_that_their_operands_ask_for() -> None:
+    from triton.runtime.interpreter import interpreter_semantic as semantic
+
+    expected = {
+        (tl.int32, False, tl.int64, False, False): tl.int64,
+        (tl.int32, False, tl.int64, True, False): tl.int32,  # a number takes no part
+        (tl.int32, True, tl.int64, False, False): tl.int64,
+        (tl.float16, False, tl.int32, False, False): tl.float16,
+        (tl.float16, False, tl.int32, False, True): tl.float32,  # a quotient
+        (tl.bfloat16, False, tl.bfloat16, False, False): tl.bfloat16,
+        (tl.bfloat16, False, tl.float16, False, False): tl.float16,
+        (tl.uint8, False, tl.int32, False, False): tl.int32,
+    }
+    for _ in range(2):
+        for operands, result in expected.items():
+            assert semantic.computation_type_impl(*operands) == result
+        with pytest.raises(TypeError, match="signedness"):
+            semantic.computation_type_impl(tl.uint32, False, tl.int32, False, True)
+    whole = tl.core.tensor(SimpleNamespace(data=np.array([3], np.int32), dtype=tl.int32), tl.int32)
+    assert semantic._cast_to_computation_type(whole, tl.int32) is whole
+    assert semantic._cast_to_computation_type(whole, tl.float32).handle.data.dtype == np.float32
+    assert semantic._cast_to_computation_type(3, tl.int64).dtype == tl.int64
