@@ -130,8 +130,12 @@ $(STAMP): pyproject.toml lab/pyproject.toml
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
 	$(BIN)/python -m pip install --quiet --upgrade pip
 	$(INSTALL_TORCH)
-	$(BIN)/python -m pip install --quiet --editable '.[plot,lm-eval,dev]' --editable lab
+	$(BIN)/python -m pip install --quiet --no-compile --editable '.[plot,lm-eval,dev]' --editable lab
+	$(COMPILE)
 	@touch $@
+
+# pip compiles one file after the other, the tests of packages too. A file that is no Python 3 is nobody's mistake.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package
 # index that pip is set up with or, where that offers CUDA builds only, through uv, which knows PyTorch's CPU builds.

@@ -1,57 +1,47 @@
 """Without a GPU the Triton kernels run in Triton's interpreter, which must be chosen before Triton is imported.
 
-The interpreter replaces the functions of triton.language for each launch, and then again for each call of one device
-function by another, tl.sum among them: the latter takes a millisecond, changes nothing and is left out here.
-
 Hypothesis tries the same inputs in every run; KVSKETCH_FUZZ asks for so many new ones.
 
 KVSKETCH_NAN=1 fills memory that nobody has written with NaN, or with the largest number of its type: a test that reads
 it then fails on every machine. torch does so in its deterministic mode only. Operations without a deterministic kind
 warn there and run as ever.
 
-Files whose few tests take minutes come first, so that no process works on them alone at the end.
+Some files come first, see `FIRST`: what takes minutes, so that no process works on it alone at the end, and what waits
+for sockets, browsers and clocks, because `make check` begins with more processes than cores: others use the time.
 """
 
 import contextlib
 import os
+from pathlib import Path
 from typing import Any
 
 import torch
 from hypothesis import settings
 
-LONGEST = ("test_compile.py",)
+from tests.helpers.interpreter import hasten
+
+TESTS = Path(__file__).parent
+FIRST = (
+    "ops/test_compile.py",
+    "serve/test_page.py",
+    "serve/test_connections.py",
+    "serve/test_server.py",
+    "serve/test_clients.py",
+    "serve/test_documents.py",
+    "cache/test_faults.py",
+)
 
 
 def pytest_collection_modifyitems(items: list[Any]) -> None:
-    items.sort(key=lambda item: item.path.name not in LONGEST)
-
-
-def replace_the_language_once_per_launch() -> None:
-    from triton.runtime import interpreter
-
-    patch, language = interpreter._patch_lang, (interpreter.tl, interpreter.tl.core)
-    known: dict[Any, set[Any]] = {}
-    replaced: set[Any] = set()
-
-    def patch_once(fn: Any) -> Any:
-        if fn not in known:
-            known[fn] = {module for module in language if any(value is module for value in fn.__globals__.values())}
-        modules = known[fn]
-        if modules <= replaced:
-            return interpreter._LangPatchScope()
-        scope = patch(fn)
-        restore = scope.restore
-        replaced.update(modules)
-        scope.restore = lambda: (replaced.clear(), restore())
-        return scope
-
-    interpreter._patch_lang = patch_once
+    """Sorts files; the tests of a file stay as they are."""
+    places = {TESTS / name: place for place, name in enumerate(FIRST)}
+    items.sort(key=lambda item: places.get(item.path, len(FIRST)))
 
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError, AttributeError):
-        replace_the_language_once_per_launch()
+        hasten()
 settings.register_profile("repeatable", derandomize="KVSKETCH_FUZZ" not in os.environ)
 settings.load_profile("repeatable")
 if os.environ.get("KVSKETCH_NAN") == "1":
