@@ -140,3 +140,11 @@ def test_what_was_asked_less_is_marked_or_left_out() -> None:
     assert "without fwe (full 0.25)" in equal_bytes.tables(result, docs.BIG)
     assert "0.50*" in equal_bytes.short_table(result, docs.BIG)
     assert equal_bytes.short_note(result, docs.BIG) == "*: without RULER's fwe, where the full cache has 0.25"
+
+
+def test_papers_methods_that_were_asked_less_are_named() -> None:
+    made = [ruler(method, task, n, 0.5) for method in ("full", "kcenter") for task in ("vt", "cwe") for n in range(4)]
+    assert equal_bytes.seed_note(equal_bytes.cells(made), docs.BIG) == ""
+    made += [ruler("subgen", task, n, 0.5) for task in ("vt", "cwe") for n in range(3)]
+    note = equal_bytes.seed_note(equal_bytes.cells(made), docs.BIG)
+    assert note == "RULER 4,000 of `subgen` at 1/8: 6 of 8 questions"

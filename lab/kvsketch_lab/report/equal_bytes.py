@@ -313,6 +313,18 @@ def short_note(measured: Sequence[Cell], model: str) -> str:
     )
 
 
+def seed_note(measured: Sequence[Cell], model: str) -> str:
+    """Which of the papers' methods were asked fewer questions than the full cache; empty where none was."""
+    own = _short(measured, model)
+    asked = {cell.task: cell.questions for cell in own if cell.method == FULL}
+    fewer = [
+        f"{cell.task} of `{cell.method}` at {cell.column}: {cell.questions} of {asked[cell.task]} questions"
+        for cell in own
+        if is_seed(cell.method) and not is_aside(cell.method) and cell.questions < asked.get(cell.task, 0)
+    ]
+    return "; ".join(fewer)
+
+
 def short_tasks(measured: Sequence[Cell], model: str) -> list[str]:
     """The tasks of README's table."""
     return sorted({cell.task for cell in _short(measured, model)}, key=task_order)
