@@ -147,4 +147,4 @@ def test_papers_methods_that_were_asked_less_are_named() -> None:
     assert equal_bytes.seed_note(equal_bytes.cells(made), docs.BIG) == ""
     made += [ruler("subgen", task, n, 0.5) for task in ("vt", "cwe") for n in range(3)]
     note = equal_bytes.seed_note(equal_bytes.cells(made), docs.BIG)
-    assert note == "RULER 4,000 of `subgen` at 1/8: 6 of 8 questions"
+    assert note == "`subgen` at 1/8 was asked 6 of 8 questions of RULER 4,000"

@@ -318,7 +318,7 @@ def seed_note(measured: Sequence[Cell], model: str) -> str:
     own = _short(measured, model)
     asked = {cell.task: cell.questions for cell in own if cell.method == FULL}
     fewer = [
-        f"{cell.task} of `{cell.method}` at {cell.column}: {cell.questions} of {asked[cell.task]} questions"
+        f"`{cell.method}` at {cell.column} was asked {cell.questions} of {asked[cell.task]} questions of {cell.task}"
         for cell in own
         if is_seed(cell.method) and not is_aside(cell.method) and cell.questions < asked.get(cell.task, 0)
     ]
