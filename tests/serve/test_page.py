@@ -380,17 +380,23 @@ def test_a_question_about_a_document_that_is_read_waits_in_line(page: Any, tmp_p
     assert asked_of(bodies[1]) == ["How deep?", "It is deep.", "How old?"] and notes.all_inner_texts() == ["", ""]
 
 
-def test_a_question_asked_while_the_page_opens_waits_for_its_document(page: Any, tmp_path: Path) -> None:
-    bodies = answers_with(page, "It is deep.")
-    read(page, tmp_path, "early.txt", "Early. " + TEXT)
+def asked_while_it_opens(page: Any, *questions: str) -> list[Any]:
+    """Asks a page that waits for its list of documents; the request for the list, which nobody has answered."""
     looks: list[Any] = []
     page.route("**/v1/documents", lambda route: looks.append(route))
     with page.expect_request("**/v1/documents"):
         page.reload()
     page.get_by_text("connecting…").wait_for()
-    for words in ("How deep?", "How old?"):
+    for words in questions:
         question(page).fill(words)
         page.keyboard.press("Enter")
+    return looks
+
+
+def test_a_question_asked_while_the_page_opens_waits_for_its_document(page: Any, tmp_path: Path) -> None:
+    bodies = answers_with(page, "It is deep.")
+    read(page, tmp_path, "early.txt", "Early. " + TEXT)
+    looks = asked_while_it_opens(page, "How deep?", "How old?")
     assert bodies == [], "none is asked before the page has chosen a document"
     assert page.locator("#status").inner_text() == "waits in line: the page is being opened"
     assert page.locator("#about").inner_text() == "", "nothing is promised before it is known"
@@ -413,14 +419,7 @@ def test_a_page_that_opens_without_documents_says_so(page: Any) -> None:
 
 def test_a_question_is_not_lost_with_a_server_that_is_away_when_the_page_opens(page: Any) -> None:
     bodies = answers_with(page, "Here.")
-    looks: list[Any] = []
-    page.route("**/v1/documents", lambda route: looks.append(route))
-    with page.expect_request("**/v1/documents"):
-        page.reload()
-    page.get_by_text("connecting…").wait_for()
-    for words in ("Is anybody there?", "And where?"):
-        question(page).fill(words)
-        page.keyboard.press("Enter")
+    looks = asked_while_it_opens(page, "Is anybody there?", "And where?")
     question(page).fill("The next one, half")
     page.unroute("**/v1/documents")
     looks[0].abort("connectionrefused")
