@@ -277,8 +277,8 @@ def is_aside(method: str) -> bool:
     return any(form in method for form in ASIDE)
 
 
-def bit_table(tuned: Sequence[Cell], measured: Sequence[Cell], model: str) -> str:
-    """Forms of MAPPED with fewer bits: on the questions that chose among them, then on held-out ones.
+def bit_table(tuned: Sequence[Cell], measured: Sequence[Cell], model: str, base: str) -> str:
+    """`base` and its forms with fewer bits: on the questions that chose among them, then on held-out ones.
 
     Chosen is the form with the largest mean over tasks of the former, at each share.
     """
@@ -286,20 +286,28 @@ def bit_table(tuned: Sequence[Cell], measured: Sequence[Cell], model: str) -> st
     known = [
         {(c.budget, c.method, c.task): c.value.value for c in own if c.model == model} for own in (tuned, measured)
     ]
+    forms = {cell.method: _bits_beside(base, cell.method) for cell in tuned}
     rows = []
     for share in SHARES:
         means = {
             method: mean([known[0][share, method, task] for task in tasks])
-            for method in sorted({cell.method for cell in tuned})
-            if all((share, method, task) in known[0] for task in tasks)
+            for method, bits in sorted(forms.items())
+            if bits and all((share, method, task) in known[0] for task in tasks)
         }
         for method, average in sorted(means.items(), key=lambda item: -item[1]):
             values = [part.get((share, method, task)) for part in known for task in tasks]
             texts = ["" if value is None else f"{value:.2f}" for value in values]
             chosen = "chosen" if average == max(means.values()) else ""
-            rows.append([share, blocks.Code(method.removeprefix(MAPPED).lstrip(":") or "bits=4"), *texts, chosen])
+            rows.append([share, blocks.Code(forms[method]), *texts, chosen])
     head = ["bytes", "bits", *(f"{task}, {of}" for of in ("tuned", "held out") for task in tasks), ""]
     return blocks.table(head, rows) if rows else ""
+
+
+def _bits_beside(base: str, method: str) -> str:
+    """The bits of a form of `base` that differs in nothing else; empty for other methods."""
+    options = set(method.split(":")) - set(base.split(":"))
+    same = method.startswith(base) and all(option.partition("=")[0].endswith("bits") for option in options)
+    return (method.removeprefix(base).lstrip(":") or "bits=4") if same else ""
 
 
 def short_note(measured: Sequence[Cell], model: str) -> str:
@@ -366,9 +374,10 @@ def has_picture(measured: Sequence[Cell], model: str) -> bool:
 def picture(measured: Sequence[Cell], model: str) -> Any | None:
     """Right answers to unseen questions against measured bytes, a panel for each task; None without two points.
 
-    The many forms of the seeds' methods are in the tables alone.
+    The many forms of the seeds' methods, and those of ours that differ in bits, are in the tables alone.
     """
-    drawn = [c for c in measured if c.task in DRAWN and not is_seed(c.method) and not is_aside(c.method)]
+    in_tables = [is_seed, is_aside, lambda method: "value_bits" in method]
+    drawn = [c for c in measured if c.task in DRAWN and not any(left_out(c.method) for left_out in in_tables)]
     own = [cell for cell in drawn if cell.model == model and cell.question == "unseen"]
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)
     if not tasks:
