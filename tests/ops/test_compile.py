@@ -196,7 +196,7 @@ def replay_scores(dtype: torch.dtype) -> None:
 
 def refit_steps() -> None:
     gram, w, ridge, values, plain = normal(3, S, S), zeros(3, S), zeros(3, 1), zeros(3, S, D), normal(3, S, D)
-    steps.weight_step(steps.Descent(gram, w, w, ridge, w, w), 0.5)
+    steps.weight_steps(steps.Descent(gram, w, w, ridge, w, w), [0.5])
     state = steps.Conjugate(w, ridge, values, normal(8, 3, S, D), zeros(8, 3, D))
     steps.value_step(state, 0, values)
     steps.stepped_values(state, plain)

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.products import product
-from kvsketch.ops.refit_steps import Conjugate, Descent, reference, stepped_values, value_step, weight_step
-from tests.ops.formula import needs_triton
+from kvsketch.ops.refit_steps import Conjugate, Descent, Dual, reference, stepped_values, value_step, weight_steps
+from tests.ops.formula import needs_compiler, needs_triton
 
 
 def matrix(unknowns: int, dtype: torch.dtype = torch.float32) -> Tensor:  # [2, K, K]
@@ -32,8 +32,7 @@ def conjugate(gram: Tensor, columns: int, steps: int) -> Conjugate:
 
 def test_weight_steps_end_where_no_gradient_points_inside() -> None:
     state = descent(matrix(6))
-    for _ in range(3000):
-        weight_step(state, 0.0)
+    weight_steps(state, [0.0] * 3000)
     slope = (state.gram @ state.w.unsqueeze(-1)).squeeze(-1) + state.ridge * state.w - state.wanted
     inside = state.w > 0
     assert inside.any() and not inside.all()
@@ -69,7 +68,7 @@ def test_kernels_give_the_reference(unknowns: int, columns: int, dtype: torch.dt
         for state, module in ((result, kernel), (expected, reference)):
             for number in range(steps):
                 if isinstance(state, Descent):
-                    module.weight_step(state, 0.3)
+                    module.weight_steps(state, [0.3])
                 else:
                     module.value_step(state, number, product(gram, state.scaled[number]))
         for one, other in zip(result[: 4 if isinstance(start, Conjugate) else 6], expected, strict=False):
@@ -105,3 +104,24 @@ def test_kernels_of_rows_give_the_reference(
         result.append([*outs, module.errors(less, w, target, w + 0.1)])
     for one, other in zip(*result, strict=True):
         torch.testing.assert_close(one, other)
+
+
+@needs_compiler
+def test_programs_give_the_reference() -> None:
+    from kvsketch.ops.refit_steps import native
+
+    gram = matrix(48)
+    residual, zeros = torch.randn(2, 13, 24), torch.zeros(2, 13, 24)
+    before = torch.full((2, 1, 24), float("inf"))
+    dual = Dual(residual, zeros, zeros, zeros, before, torch.tensor([[0.1], [0.2]]))
+    square = torch.rand(2, 13, 13)
+    for start in (descent(gram), descent(gram)._replace(gram=gram[:, :13]), dual):
+        states = [type(start)(*(x.clone() for x in start)) for _ in range(2)]
+        for state, module in zip(states, (native, reference), strict=True):
+            if isinstance(state, Descent):
+                module.weight_steps(state, [0.3, 0.5, 0.7])
+            else:
+                for _ in range(2):
+                    module.dual_step(state, square @ square.mT @ state.residual)
+        for one, other in zip(*states, strict=True):
+            torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)

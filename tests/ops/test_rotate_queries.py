@@ -8,7 +8,7 @@ import torch
 from kvsketch.ops import rotate_queries
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.ops.rotate_queries import reference
-from tests.ops.formula import needs_triton
+from tests.ops.formula import needs_compiler, needs_triton
 
 ANGLES = (1.0, 0.1, 0.003)
 POSITIONS = torch.tensor([[5, 1_000_000], [0, 7]])
@@ -37,6 +37,15 @@ def test_kernel_gives_the_reference(dtype: torch.dtype, device: torch.device) ->
     cos, sin = torch.randn(2, 2, 2, 4, device=device)
     expected = reference.rotate_queries(q, cos, sin)
     torch.testing.assert_close(kernel.rotate_queries(q, cos, sin), expected, atol=1e-6, rtol=1e-2)
+
+
+@needs_compiler
+def test_program_gives_the_reference() -> None:
+    from kvsketch.ops.rotate_queries import native
+
+    torch.manual_seed(0)
+    q, (cos, sin) = torch.randn(2, 140, 3, 10).transpose(1, 2), torch.randn(2, 2, 2, 4)
+    torch.testing.assert_close(native.rotate_queries(q, cos, sin), reference.rotate_queries(q, cos, sin))
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -20,9 +20,10 @@ from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
-MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 19}  # as many as the cache of a processor holds
+MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 21}  # on a CPU a few problems
 LEAST = {"cuda": 512, "cpu": 1 << 30}
-STEP = 64  # kept slots of a batch are padded to a multiple of it on a GPU, whose products are slow otherwise
+# Kept slots of a batch are padded to a multiple of it: products are slow otherwise. Problems are sorted by the larger.
+STEP, CPU_STEP = 64, 16
 
 
 class LayerProblems(NamedTuple):
@@ -70,7 +71,8 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
     order = torch.cat(batches)
     sizes_of = [len(batch) for batch in batches]
     most = [max(counts[batch].tolist()) for batch in batches]
-    most = [-(-each // STEP) * STEP for each in most] if device.type == "cuda" else most
+    step = STEP if device.type == "cuda" else CPU_STEP
+    most = [-(-each // step) * step for each in most]
     # Where the slots of a problem begin: in its batch, padded, and among all that are kept.
     own = torch.cat([torch.arange(size) * each for size, each in zip(sizes_of, most, strict=True)])
     columns = torch.cat([problems, counts.unsqueeze(1)], 1)[order]

@@ -44,11 +44,12 @@ from kvsketch.ops.refit_steps import (
     TINY,
     Conjugate,
     Descent,
-    columns,
+    Dual,
+    dual_step,
     errors,
     stepped_values,
     value_step,
-    weight_step,
+    weight_steps,
 )
 
 RIDGES = (1e-2, 1e-3)  # of weights, of values
@@ -168,9 +169,12 @@ def squared(a: Tensor) -> Tensor:  # [N, K, K]
     """A'A, rounded to the dtype of A."""
     if a.is_cuda:
         return torch.bmm(a.mT, a)
-    # What lies below the diagonal is copied: 7 of 12 products are enough.
     count, x = a.shape[2], a if a.dtype == torch.float64 else a.float()
-    gram, block = a.new_empty(len(a), count, count), max(128, count // 6)
+    block = max(256, count // 6)
+    if count <= block:
+        return (x.mT @ x).to(a.dtype)
+    # What lies below the diagonal is copied: 7 of 12 products are enough.
+    gram = a.new_empty(len(a), count, count)
     for start in range(0, count, block):
         own = slice(start, start + block)
         part = x[:, :, own].mT @ x[:, :, start:]
@@ -193,12 +197,12 @@ def fitted_weights(gram: Tensor, a: Tensor, share: Tensor, steps: int) -> Tensor
     row_sums = times(gram, size)
     row_sums = times(gram.mT, row_sums) if few else row_sums
     bound = ((row_sums + ridge * size) * size).amax(-1, keepdim=True)
-    w, ahead, momentum = torch.ones_like(size), torch.ones_like(size), 1.0
-    descent = Descent(gram, wanted, size.square() / bound, ridge, w, ahead)
+    w, ahead, momentum, speeds = torch.ones_like(size), torch.ones_like(size), 1.0, []
     for _ in range(steps):
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
-        weight_step(descent, (momentum - 1) / following)
+        speeds.append((momentum - 1) / following)
         momentum = following
+    weight_steps(Descent(gram, wanted, size.square() / bound, ridge, w, ahead), speeds)
     return w.clamp_(*WEIGHTS)
 
 
@@ -225,26 +229,15 @@ def fitted_values(
 def values_of_few(a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> tuple[Tensor, Tensor]:
     """As `fitted_values` of fewer queries than slots: the same conjugate gradients, as sums of rows of X = A diag(w).
 
-    Every vector of theirs is X' y: only y is moved, and the matrix is M = X X' [N, Q, Q]. With the residual X' e and
-    the direction X' d, f = M e and g = M d:
-
-        l = <e, f> / (<g, g> + r <d, g>),   y += l d,   e -= l (g + r d),   d = e + <e, f> / <e, f before> d
+    Every vector of theirs is X' y: only y is moved (`dual_step`), and the matrix is X X' [N, Q, Q].
     """
     x = a.float() * w.unsqueeze(1)  # [N, Q, K]
-    ridge = _ridge(x.square().sum(1), RIDGES[1]).unsqueeze(-1)
-    matrix, e = squared(x.mT), x.sum(-1, keepdim=True) * target - product(x, plain.float())
-    d, f, y = e.clone(), product(matrix, e), torch.zeros_like(e)
-    g, before = f.clone(), columns(e, f)
-    for number in range(steps):
-        length = before / (columns(g, g) + ridge * columns(d, g)).clamp_min_(TINY)
-        y.addcmul_(length, d)
-        if number + 1 == steps:
-            break
-        e.sub_((ridge * d).add_(g).mul_(length))
-        f = product(matrix, e)
-        after = columns(e, f)
-        turn = after / before.clamp_min(TINY)
-        d, g, before = d.mul_(turn).add_(e), g.mul_(turn).add_(f), after
+    ridge = _ridge(x.square().sum(1), RIDGES[1])
+    matrix, missing = squared(x.mT), x.sum(-1, keepdim=True) * target - product(x, plain.float())
+    d, g, y = (torch.zeros_like(missing) for _ in range(3))
+    state = Dual(missing, d, g, y, torch.full_like(missing[:, :1], float("inf")), ridge)
+    for _ in range(steps):
+        dual_step(state, product(matrix, state.residual))
     values = product(x.mT, y).add_(plain)
     return values.to(plain.dtype), weighed(values, w, torch.float32)
 

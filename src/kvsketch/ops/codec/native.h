@@ -1,6 +1,6 @@
 /* One vector in few bits, as reference.py computes it: codes and steps are equal bit for bit.
 
-   All sums are sums of integers that their type holds, exact in any order. */
+   All sums are of integers that their type holds, exact in any order: the compiler takes many channels at a time. */
 
 typedef struct {
     int64_t size;
@@ -9,21 +9,18 @@ typedef struct {
     float unit, norm;
 } Codec;
 
-static inline void pack(uint8_t *codes, const uint8_t *levels, int64_t size, int bits) {
+static inline void pack(uint8_t *restrict codes, const uint8_t *restrict levels, int64_t size, int bits) {
     if (bits == 8) {
         memcpy(codes, levels, size);
         return;
     }
     const int width = bits == 3 ? 2 : bits, parts = 8 / width, mask = (1 << width) - 1;
-    for (int64_t d = 0, n = size / parts; d < n; d++) {
-        codes[d] = 0;
-        for (int part = 0; part < parts; part++) codes[d] |= (levels[d + part * n] & mask) << (part * width);
-    }
+    memset(codes, 0, size * bits / 8);
+    for (int64_t part = 0, n = size / parts; part < parts; part++)
+        for (int64_t d = 0; d < n; d++) codes[d] |= (levels[d + part * n] & mask) << (part * width);
     if (bits == 3)
-        for (int64_t d = 0, n = size / 8; d < n; d++) {
-            codes[size / 4 + d] = 0;
-            for (int part = 0; part < 8; part++) codes[size / 4 + d] |= (levels[d + part * n] >> 2) << part;
-        }
+        for (int64_t part = 0, n = size / 8; part < 8; part++)
+            for (int64_t d = 0; d < n; d++) codes[size / 4 + d] |= (levels[d + part * n] >> 2) << part;
 }
 
 static inline float power_of_two(int32_t exponent) {
@@ -61,7 +58,7 @@ static inline void rotate(float *x, int64_t size) {
 
 static inline void encode_one(const Codec *codec, const float *x, const float *center, uint8_t *codes, _Float16 *step) {
     const int64_t size = codec->size;
-    const int top = (1 << codec->bits) - 1;
+    const int32_t top = (1 << codec->bits) - 1, half = 1 << (codec->bits - 1);
     float n[MOST], y[MOST];
     uint8_t levels[MOST];
     int32_t largest = 0;
@@ -74,22 +71,24 @@ static inline void encode_one(const Codec *codec, const float *x, const float *c
     }
     int32_t exponent = largest >> 23 > 127 - 45 ? largest >> 23 : 127 - 45;
     const int finite = exponent < 255;
-    double squares = 0, along = 0, long_squares = 0;
+    int64_t squares = 0, along = 0, long_squares = 0;
     const float up = finite ? power_of_two(268 - exponent) : 0.0f;
     for (int64_t d = 0; d < size; d++) {
         n[d] = finite ? rintf(n[d] * up) : 0.0f;
-        squares += (double)n[d] * n[d];
+        squares += (int32_t)n[d] * (int32_t)n[d];
         y[d] = n[d] * codec->signs[d];
     }
     rotate(y, size);
     float first = codec->unit * sqrtf((float)squares);
     first = 1.0f / (first > 0 ? first : 1.0f);
     for (int64_t d = 0; d < size; d++) {
-        float level = floorf(y[d] * first) + (float)(1 << (codec->bits - 1));
-        level = level < 0 ? 0 : level > top ? top : level;
-        levels[d] = (uint8_t)level;
-        const double z = 2.0 * level - top;
-        along += y[d] * z;
+        const float exact = y[d] * first;
+        const int32_t whole = (int32_t)exact, level = whole - (whole > exact) + half, above = level < 0 ? 0 : level;
+        levels[d] = above > top ? top : above;
+    }
+    for (int64_t d = 0; d < size; d++) {
+        const int32_t z = 2 * levels[d] - top;
+        along += (int64_t)(int32_t)y[d] * z;
         long_squares += z * z;
     }
     float size_of_step = (float)along / (float)long_squares;

@@ -53,6 +53,17 @@ static inline Lanes largest(Lanes a, Lanes b) {
     return (Lanes)(((Integers)a & more) | ((Integers)b & ~more));
 }
 
+static inline float larger(float a, float b) { return a > b ? a : b; }
+
+static inline float largest_of_parts(const Lanes *parts) {
+    Four quarters[BLOCK / 4];
+    memcpy(quarters, parts, sizeof quarters);
+    float tops[4];
+    for (int i = 0; i < 4; i++)
+        tops[i] = larger(larger(quarters[0][i], quarters[1][i]), larger(quarters[2][i], quarters[3][i]));
+    return larger(larger(tops[0], tops[1]), larger(tops[2], tops[3]));
+}
+
 /* As in sum_of. */
 static inline float sum_of_parts(const Lanes *parts) {
 #if PARTS == 4

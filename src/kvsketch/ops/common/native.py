@@ -26,7 +26,8 @@ from kvsketch.compiler import compiler
 
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (
-    "attention_mass", "codec", "keep_queries", "kept_attention", "replay_scores", "slot_update", "weighted_attention",
+    "attention_mass", "codec", "keep_queries", "kept_attention", "refit_steps", "replay_scores",
+    "rotate_queries", "slot_update", "weighted_attention",
 )  # fmt: skip
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT))
 LANES, MOST = 16, 512  # native.h: LANES is the most of any processor
@@ -89,8 +90,11 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
             *(pointer,) * 3,
         ),
         "kvsketch_replay_room": (number,) * 3,
+        "kvsketch_rotate_queries": (*(number,) * 9, *(pointer,) * 4),
         "kvsketch_masses": (number, number, ctypes.c_float, *(pointer,) * 3),
         "kvsketch_exponentials": (number, number, ctypes.c_float, pointer, pointer),
+        "kvsketch_weight_steps": (*(number,) * 3, pointer, number, *(pointer,) * 6, number, pointer),
+        "kvsketch_dual_step": (*(number,) * 3, *(pointer,) * 8),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
         "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
     }

@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch.ops.common.native import program
 from kvsketch.ops.kept_attention import Kept
 
-MAX_LOGITS = 1 << 18  # logits held at once
+MAX_LOGITS = 1 << 19  # logits held at once
 MOST_THREADS = 4  # more of them are faster by torch's own steps, one after the other
 
 

@@ -1,12 +1,16 @@
 """The steps of many small least-squares problems at once: what comes after the product with the matrix, in one go.
 
-    weight_step   accelerated projected gradient for |A w - 1|^2 + r |w - 1|^2 over w >= 0, G = A'A:
+    weight_steps  accelerated projected gradient for |A w - 1|^2 + r |w - 1|^2 over w >= 0, G = A'A:
                       w' = max(0, x + rate (wanted - G x - r x)),    x' = w' + speed (w' - w),    wanted = A'1 + r
     value_step    conjugate gradients for (W G W + r I) X = W R, every column on its own, W = diag(w). With S = W D of
                   the direction D, the residual W R and M = G S + r W^-2 S:
                       l = <R, S> / <S, M>,    R -= l M,    S = W^2 R - <W^2 R, M> / <S, M> S,    X = W^-1 sum of all l S
                   The new <W^2 R, M> follows from the old one: all sums are known before anything is written. X is
                   summed up after the last step (`stepped_values`), so that no step reads and writes it.
+    dual_step     the same where X = W A' Y of fewer rows A, on a CPU: with the residual W A' E, the direction W A' D,
+                  M = A W^2 A', F = M E and G = M D:
+                      D = E + t D,    G = F + t G,    t = <E, F> / <E, F> before
+                      l = <E, F> / (<G, G> + r <D, G>),    Y += l D,    E -= l (G + r D)
     weighed       rows times weights
     errors        of outputs and masses that the kept slots give
 
@@ -15,6 +19,7 @@ Steps write over what they are given. Legend: N problems, K unknowns, Q queries,
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -57,14 +62,33 @@ class Conjugate(NamedTuple):
         return cls(w, ridge, residual, scaled, residual.new_empty(steps, len(w), residual.shape[2]))
 
 
-def weight_step(descent: Descent, speed: float) -> None:
-    """One step of the gradient; `speed` of the point that it starts from next."""
-    implementation("refit_steps", descent.gram.device, descent.gram).weight_step(descent, speed)
+class Dual(NamedTuple):
+    """Conjugate gradients of fewer rows than unknowns under way; all float32, contiguous, [N, Q, Dv] unless it says so.
+
+    All but the residual and the ridge are 0 before the first step, and `before` is infinite.
+    """
+
+    residual: Tensor  # E, changes, as all that follow
+    direction: Tensor  # D
+    image: Tensor  # G
+    moved: Tensor  # Y
+    before: Tensor  # [N, 1, Dv], <E, F> of the last step
+    ridge: Tensor  # [N, 1], does not change
+
+
+def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
+    """Steps of the gradient; `speeds` of the points that they start from next."""
+    implementation("refit_steps", descent.gram.device, descent.gram).weight_steps(descent, speeds)
 
 
 def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     """Step `number` of conjugate gradients, given product [N, K, Dv] = G `scaled[number]` in float32."""
     implementation("refit_steps", product.device, product).value_step(state, number, product)
+
+
+def dual_step(state: Dual, product: Tensor) -> None:
+    """One step, given F [N, Q, Dv] = M E."""
+    implementation("refit_steps", product.device, product).dual_step(state, product)
 
 
 def stepped_values(state: Conjugate, plain: Tensor) -> tuple[Tensor, Tensor]:

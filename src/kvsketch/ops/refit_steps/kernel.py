@@ -7,6 +7,8 @@ reads its tile twice, the second time backwards, partly from the cache: few colu
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import triton
 import triton.language as tl
 from torch import Tensor
@@ -28,8 +30,13 @@ def supported(x: Tensor) -> bool:
     return x.dtype in KERNEL_DTYPES and x.numel() > 0
 
 
-def weight_step(descent: Descent, speed: float) -> None:
+def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
     """See `kvsketch.ops.refit_steps`."""
+    for speed in speeds:
+        _weight_step(descent, speed)
+
+
+def _weight_step(descent: Descent, speed: float) -> None:
     gram, wanted, rate, ridge, w, ahead = descent
     count, size = w.shape
     blocks = triton.cdiv(size, ROWS)

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from kvsketch.ops.common.products import product
-from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, columns
+from kvsketch.ops.refit_steps import TINY, Conjugate, Descent, Dual, columns
 
 
-def weight_step(descent: Descent, speed: float) -> None:
+def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
     """See `kvsketch.ops.refit_steps`."""
     gram, wanted, rate, ridge, w, ahead = descent
-    slope = product(gram, ahead.unsqueeze(-1).to(gram.dtype))
-    slope = (product(gram.mT, slope) if gram.shape[1] < gram.shape[2] else slope).squeeze(-1)
-    new = torch.addcmul(ahead, rate, wanted - slope - ridge * ahead).clamp_min_(0.0)
-    torch.lerp(w, new, 1 + speed, out=ahead)
-    w.copy_(new)
+    for speed in speeds:
+        slope = product(gram, ahead.unsqueeze(-1).to(gram.dtype))
+        slope = (product(gram.mT, slope) if gram.shape[1] < gram.shape[2] else slope).squeeze(-1)
+        new = torch.addcmul(ahead, rate, wanted - slope - ridge * ahead).clamp_min_(0.0)
+        torch.lerp(w, new, 1 + speed, out=ahead)
+        w.copy_(new)
 
 
 def value_step(state: Conjugate, number: int, product: Tensor) -> None:
@@ -33,6 +36,19 @@ def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     left = (columns(residual, weighed) - length * columns(product, weighed)) / curved
     residual.addcmul_(length, product, value=-1)
     state.scaled[number + 1] = torch.mul(residual, square, out=weighed).addcmul_(left, scaled, value=-1)
+
+
+def dual_step(state: Dual, product: Tensor) -> None:
+    """See `kvsketch.ops.refit_steps`."""
+    residual, direction, image, moved, before, ridge = state
+    after, ridge = columns(residual, product), ridge.unsqueeze(-1)
+    turn = after / before.clamp_min(TINY)
+    direction.mul_(turn).add_(residual)
+    image.mul_(turn).add_(product)
+    length = after / (columns(image, image) + ridge * columns(direction, image)).clamp_min_(TINY)
+    moved.addcmul_(length, direction)
+    residual.sub_((ridge * direction).add_(image).mul_(length))
+    before.copy_(after)
 
 
 def stepped_values(state: Conjugate, plain: Tensor, values: Tensor, weighed: Tensor) -> None:

@@ -22,39 +22,34 @@ static void pack_keys(float *panels, const float *keys, int64_t count, int64_t s
                 panels[d * COLUMNS + i] = first + i < count ? by * keys[(first + i) * size + d] : 0.0f;
 }
 
-/* `rows` queries [rows, size] as [size, ROWS]; the last one stands for those that are missing. */
-static void pack_queries(float *packed, const float *queries, int64_t rows, int64_t size) {
-    for (int64_t d = 0; d < size; d++)
-        for (int64_t r = 0; r < ROWS; r++) packed[d * ROWS + r] = queries[(r < rows ? r : rows - 1) * size + d];
-}
-
-/* Logits [ROWS, `count`] of packed queries, in whole panels; rows are `stride` apart. */
-static void compute_logits(float *logits, int64_t stride, const float *queries, const float *panel, int64_t count,
-                           int64_t size) {
+/* Logits [ROWS, `count`] of queries, in whole panels, `stride` apart; the last of `rows` stands for missing queries. */
+static void compute_logits(float *logits, int64_t stride, const float *queries, int64_t rows, const float *panel,
+                           int64_t count, int64_t size) {
+    const float *at[ROWS];
+    for (int r = 0; r < ROWS; r++) at[r] = queries + (r < rows ? r : rows - 1) * size;
     for (int64_t first = 0; first < count; first += COLUMNS, panel += size * COLUMNS) {
         Lanes sums[ROWS][ACROSS] = {{{0}}};
         for (int64_t d = 0; d < size; d++) {
             Lanes keys[ACROSS];
             for (int i = 0; i < ACROSS; i++) keys[i] = load(panel + d * COLUMNS + i * LANES);
             for (int r = 0; r < ROWS; r++)
-                for (int i = 0; i < ACROSS; i++) sums[r][i] += all(queries[d * ROWS + r]) * keys[i];
+                for (int i = 0; i < ACROSS; i++) sums[r][i] += all(at[r][d]) * keys[i];
         }
         for (int r = 0; r < ROWS; r++)
             for (int i = 0; i < ACROSS; i++) store(logits + r * stride + first + i * LANES, sums[r][i]);
     }
 }
 
-/* Of the first `count` logits; -inf is written behind them up to whole blocks. */
+/* Of the first `count` logits; -inf is written behind them, a block of it. */
 static float largest_of(float *logits, int64_t count) {
-    for (int64_t i = count; i % BLOCK; i++) logits[i] = -INFINITY;
     Lanes tops[PARTS];
-    for (int i = 0; i < PARTS; i++) tops[i] = all(-INFINITY);
+    for (int i = 0; i < PARTS; i++) {
+        tops[i] = all(-INFINITY);
+        store(logits + count + i * LANES, tops[i]);
+    }
     for (int64_t i = 0; i < count; i += BLOCK)
         for (int part = 0; part < PARTS; part++) tops[part] = largest(load(logits + i + part * LANES), tops[part]);
-    for (int i = 1; i < PARTS; i++) tops[0] = largest(tops[i], tops[0]);
-    float result = tops[0][0];
-    for (int i = 1; i < LANES; i++) result = tops[0][i] > result ? tops[0][i] : result;
-    return result;
+    return largest_of_parts(tops);
 }
 
 /* logits = 2^(logits - origin), in whole blocks, and their sum. */
@@ -80,8 +75,7 @@ void kvsketch_replay(int64_t group, int64_t count, int64_t size, float scale, co
                      const float *known, float *room, float *best) {
     const int64_t stride = padded(count), sink_stride = padded(sink_count);
     float *text = room, *copy = text + stride * size, *first_keys = copy + stride * size;
-    float *queries = first_keys + sink_stride * size;
-    float *seen = queries + ROWS * size, *read = seen + ROWS * stride, *others = read + ROWS * stride;
+    float *seen = first_keys + sink_stride * size, *read = seen + ROWS * stride, *others = read + ROWS * stride;
     pack_keys(text, keys, count, size, scale * LOG2_E);
     if (copies == keys) copy = text;
     else pack_keys(copy, copies, count, size, scale * LOG2_E);
@@ -89,26 +83,23 @@ void kvsketch_replay(int64_t group, int64_t count, int64_t size, float scale, co
     for (int64_t member = 0; member < group; member++)
         for (int64_t first = 0; first < count; first += ROWS) {
             const int64_t rows = count - first < ROWS ? count - first : ROWS, at = member * apart + first * size;
-            float shares[ROWS];
-            pack_queries(queries, again + at, rows, size);
-            compute_logits(seen, stride, queries, text, count, size);
-            compute_logits(others, sink_stride, queries, first_keys, sink_count, size);
-            if (!known) {
-                pack_queries(queries, q + at, rows, size);
-                compute_logits(read, stride, queries, copy, first + rows, size);
-            }
+            float shares[ROWS] = {0};
+            compute_logits(seen, stride, again + at, rows, text, count, size);
+            compute_logits(others, sink_stride, again + at, rows, first_keys, sink_count, size);
+            if (!known) compute_logits(read, stride, q + at, rows, copy, first + rows, size);
             for (int64_t r = 0; r < rows; r++) {
                 float *parts[] = {seen + r * stride, read + r * stride, others + r * sink_stride}, total = 0;
-                const int64_t counts[] = {count, known ? 0 : first + r + 1, sink_count + (known ? 1 : 0)};
-                float origin = -INFINITY;
-                if (known) parts[2][sink_count] = LOG2_E * known[member * count + first + r];
-                for (int i = 0; i < 3; i++) origin = fmaxf(origin, largest_of(parts[i], counts[i]));
+                const int64_t counts[] = {count, known ? 0 : first + r + 1, sink_count};
+                const float sum = known ? LOG2_E * known[member * count + first + r] : -INFINITY;
+                float origin = sum;
+                for (int i = 0; i < 3; i++)
+                    if (counts[i]) origin = larger(origin, largest_of(parts[i], counts[i]));
                 for (int i = 0; i < 3; i++) total += sum_of_powers(parts[i], counts[i], origin);
-                shares[r] = 1.0f / total;
+                shares[r] = 1.0f / (total + exp2f(sum - origin));
             }
             for (int64_t i = 0; i < count; i += LANES) {
                 Lanes most = load(best + i);
-                for (int64_t r = 0; r < rows; r++) most = largest(load(seen + r * stride + i) * all(shares[r]), most);
+                for (int64_t r = 0; r < ROWS; r++) most = largest(load(seen + r * stride + i) * all(shares[r]), most);
                 store(best + i, most);
             }
         }
@@ -117,5 +108,5 @@ void kvsketch_replay(int64_t group, int64_t count, int64_t size, float scale, co
 /* Numbers that kvsketch_replay needs beside its arguments. */
 int64_t kvsketch_replay_room(int64_t count, int64_t size, int64_t sink_count) {
     const int64_t stride = padded(count), sink_stride = padded(sink_count);
-    return (2 * stride + sink_stride + ROWS) * size + ROWS * (2 * stride + sink_stride);
+    return (2 * stride + sink_stride) * size + ROWS * (2 * stride + sink_stride);
 }

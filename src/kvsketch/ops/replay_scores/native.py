@@ -29,6 +29,8 @@ def scores_of_row(
 ) -> Tensor:  # [H, n]
     """As that of the reference."""
     (heads, count, size), group, sink_count = k.shape, len(q) // len(k), sinks.shape[1]
+    # Queries of the first reading are not read where their sums are known.
+    q = again if known is not None else q
     asked, own, text, before = (x.float().contiguous() for x in (again, q, k, sinks))
     read = text if copies is None else copies.float().contiguous()
     need = program("kvsketch_replay_room")(count, size, sink_count)
