@@ -32,7 +32,9 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     up, down = (((268 - exponent) << 23).view(torch.float32), ((exponent - 14) << 23).view(torch.float32))
     n = (torch.where(finite, d, 0.0) * up).round().double()
     y = n @ codec.integers(x.device).T
-    first = codec.unit * (n * n).sum(-1, keepdim=True).float().sqrt()  # [B, H, n, 1]
+    squares = (n * n).sum(-1, keepdim=True).float()
+    # Roots of float32 are not rounded right on every CPU; those of float64 are, once rounded to float32.
+    first = codec.unit * squares.double().sqrt().float()  # [B, H, n, 1]
     first = torch.where(first > 0, first, 1.0)
     levels = (y.float() * (torch.ones_like(first) / first)).floor() + 2.0 ** (codec.bits - 1)
     levels = levels.clamp(0, 2**codec.bits - 1)
