@@ -101,10 +101,10 @@ def test_a_cpu_takes_turns_with_the_full_cache(tmp_path: Path, monkeypatch: pyte
     (row,) = [record["data"] for record in records.read(out)]
     assert len(row["times"]) == 2 and row["read_ratio"] > 0 and row["step_ratio"] > 0
     assert row["step_ms"] == pytest.approx(1e3 * sum(own[1] for _, own in row["times"]) / 2)
-    told = iter([([1], [1.0]), ([2], [1.0])])
-    monkeypatch.setattr(cpu.Cpu, "_decode", lambda self, token, cache: next(told))
+    told = iter([torch.tensor([[3.0, 1.0, 2.0]]), torch.tensor([[3.0, 1.0, 1.5]])])
+    monkeypatch.setattr(cpu.Cpu, "_logits", lambda self, tokens, cache: next(told))
     assert bench("cpu", *options.split(), "--again").exit_code == 1
-    assert "other tokens" in [record["data"] for record in records.read(out)][-1]["failed"]
+    assert "differ from those of the references" in [record["data"] for record in records.read(out)][-1]["failed"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")
