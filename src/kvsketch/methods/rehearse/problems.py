@@ -22,7 +22,8 @@ from kvsketch.slots.tensors import rows_of, uploaded
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
 MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 21}  # on a CPU a few problems
 LEAST = {"cuda": 512, "cpu": 1 << 30}
-# Kept slots of a batch are padded to a multiple of it: products are slow otherwise. Problems are sorted by the larger.
+# Kept slots of a batch are padded to a multiple of it, of CPU_STEP on a CPU: products are slow otherwise. Problems are
+# sorted by multiples of STEP everywhere.
 STEP, CPU_STEP = 64, 16
 
 

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsketch.ops.common.native import LANES, program
+from kvsketch.ops.common.native import LANES, divide, program
 from kvsketch.ops.refit_steps import Descent, Dual
 from kvsketch.ops.refit_steps.reference import errors, stepped_values, value_step, weighed
 
@@ -20,13 +20,18 @@ def supported(x: Tensor) -> bool:
 
 
 def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
-    """See `kvsketch.ops.refit_steps`."""
+    """See `kvsketch.ops.refit_steps`. Problems are divided among as many threads as torch uses."""
     gram, *others = descent
-    slope = torch.empty(gram.shape[2])
-    program("kvsketch_weight_steps")(
-        *gram.shape, gram.data_ptr(), gram.stride(0), *(x.data_ptr() for x in (*others, slope)),
-        len(speeds), (ctypes.c_float * len(speeds))(*speeds),
-    )  # fmt: skip
+    by = (ctypes.c_float * len(speeds))(*speeds)
+
+    def steps(begin: int, end: int) -> None:
+        slope = torch.empty(gram.shape[2])
+        program("kvsketch_weight_steps")(
+            end - begin, *gram.shape[1:], gram[begin:].data_ptr(), gram.stride(0),
+            *(x[begin:].data_ptr() for x in others), slope.data_ptr(), len(speeds), by,
+        )  # fmt: skip
+
+    divide(steps, len(gram), torch.get_num_threads())
 
 
 def dual_step(state: Dual, product: Tensor) -> None:
