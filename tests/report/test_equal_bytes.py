@@ -148,3 +148,16 @@ def test_papers_methods_that_were_asked_less_are_named() -> None:
     made += [ruler("subgen", task, n, 0.5) for task in ("vt", "cwe") for n in range(3)]
     note = equal_bytes.seed_note(equal_bytes.cells(made), docs.BIG)
     assert note == "`subgen` at 1/8 was asked 6 of 8 questions of RULER 4,000"
+
+
+def test_bits_are_chosen_among_forms_of_one_method() -> None:
+    scores = {"": 0.2, ":value_bits=3": 0.4, ":refit=none": 0.9, ":replay=learned": 0.5, ":replay=learned:bits=3": 0.3}
+    made = [ruler(f"rehearse{form}", "vt", n, score) for form, score in scores.items() for n in range(4)]
+    cells = equal_bytes.cells(made)
+    plain, mapped = (equal_bytes.bit_table(cells, cells, docs.BIG, base) for base in ("rehearse", equal_bytes.MAPPED))
+    assert [line.split(" | ")[1:3] for line in plain.splitlines()[2:]] == [
+        ["`value_bits=3`", "0.40"],
+        ["`bits=4`", "0.20"],
+    ]
+    assert [line.split(" | ")[1:3] for line in mapped.splitlines()[2:]] == [["`bits=4`", "0.50"], ["`bits=3`", "0.30"]]
+    assert all(table.count("chosen") == 1 for table in (plain, mapped))
