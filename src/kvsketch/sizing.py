@@ -112,7 +112,7 @@ def plans(config: Any, methods: Sequence[str], demand: Demand, gpu: Gpu, speeds:
     weights = weight_bytes(config)
     own = sizes_of(config, demand.context - demand.document)
     shared = sizes_of(config, demand.document) if demand.document else None
-    return [_plan(parse_method(text), own, shared, weights, demand, gpu, speeds) for text in methods]
+    return [_plan(own.in_tokens(parse_method(text)), own, shared, weights, demand, gpu, speeds) for text in methods]
 
 
 def _plan(

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
+
 import pytest
 import torch
 
 import kvsketch
 from kvsketch import CompressedCache, prefill
-from kvsketch.cache.memory import parsed, sizes_of
+from kvsketch.cache.memory import USUAL, in_tokens, parsed, sizes_of
+from kvsketch.methods.budget import Size
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
 
@@ -108,6 +111,65 @@ def test_few_tokens_are_promised_as_they_are_before_they_are_coded() -> None:
     model(zoo.tokens(1, 1), past_key_values=cache)
     promised = sizes_of(model, 63).bytes(cache.method)
     assert promised is not None and cache.device_bytes <= promised
+
+
+@pytest.mark.parametrize("share", ["1/2", "1/4", "1/8", "1/16", "1/32"])
+@pytest.mark.parametrize("form", ["rehearse", "kvzip:bits=4", "snapkv", "h2o:bits=8", "streamingllm:bits=4"])
+def test_a_share_of_bytes_is_what_is_taken(form: str, share: str) -> None:
+    model = zoo.build("llama", **MODEL).bfloat16()
+    cache = CompressedCache(model, f"{form}:bytes={share}")
+    for tokens in (USUAL, 4 * USUAL):
+        sizes = sizes_of(model, tokens)
+        held = sizes.bytes(cache.method, more=0)
+        assert held is not None and held <= Fraction(share) * sizes.full
+        # Where every token is kept, no more can be.
+        assert held > 0.9 * Fraction(share) * sizes.full or cache.method.budget == Size.parse("100%")
+
+
+def test_a_share_of_bytes_is_measured_and_counts_numbers_of_16_bits() -> None:
+    kept = []
+    for dtype in (torch.bfloat16, torch.float32):
+        model = zoo.build("llama", **{**MODEL, "num_hidden_layers": 2}).to(dtype)
+        cache = CompressedCache(model, "rehearse:bytes=1/8:chunk=64")
+        with torch.no_grad():
+            prefill(model, zoo.tokens(1, 1200), cache)
+        kept.append(str(cache.method))
+        # What is beside the slots of a short text is the larger part of it.
+        assert 0.9 / 8 < cache.device_bytes / (1200 * 2 * 2 * 2 * 32 * 2) < 1.3 / 8
+    assert kept[0] == kept[1]
+
+
+def test_fewer_bytes_have_fewer_bits_unless_bits_are_given() -> None:
+    config = zoo.build("llama", **MODEL).config
+    chosen = [in_tokens(f"rehearse:bytes={share}", config) for share in ("1/4", "1/8", "1/16", "1/32")]
+    assert [method.stored_bits.pair for method in chosen] == [(4, 4), (4, 4), (4, 2), (3, 2)]
+    for bits, pair in (("bits=8", (8, 8)), ("value_bits=3", (4, 3)), ("key_bits=4:value_bits=4", (4, 4))):
+        assert in_tokens(f"rehearse:bytes=1/16:{bits}", config).stored_bits.pair == pair
+    assert in_tokens("kvzip:bytes=1/16:bits=4", config).stored_bits.pair == (4, 4)
+    # More tokens fit in fewer bits, and all say the same of themselves when they are read again.
+    shares = [float(in_tokens(f"rehearse:bytes=1/16:value_bits={bits}", config).budget.share) for bits in (8, 4, 3, 2)]
+    assert shares == sorted(shares) and len(set(shares)) == 4
+    for method in chosen:
+        assert kvsketch.parse_method(str(method)) == method == in_tokens(method, config)
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("rehearse:bytes=1/8:budget=40%", "no budget beside bytes"),
+        ("rehearse:bytes=1/8:loss=2%", "no bytes beside loss"),
+        ("snapkv:bytes=1024", "a share such as 1/8"),
+        ("snapkv:bytes=3/2", "outside"),
+        ("rehearse:bytes=1/5000", r"bytes=1/5000 cannot be had: .* is too little"),
+        ("full:bytes=1/8", "unknown parameter 'bytes'"),
+        ("rehearse:bytes=1/8:wait=compact", "grows beyond any budget"),
+    ],
+)
+def test_a_share_of_bytes_that_cannot_be_says_why(text: str, said: str) -> None:
+    with pytest.raises(ValueError, match=said):
+        CompressedCache(zoo.build("llama", **MODEL), text)
+    with pytest.raises(ValueError, match="both say how much"):
+        CompressedCache(zoo.build("llama", **MODEL), "rehearse:bytes=1/8", memory="1MB")
 
 
 def test_sizes_of_memory() -> None:

@@ -1,16 +1,22 @@
-"""What a cache takes, and a budget from bytes: `CompressedCache(model, "snapkv", memory="2GB", context=32000)`.
+"""What a cache takes, and a budget from bytes.
 
-The largest budget is taken with which the cache, after a prompt of `context` tokens, takes no more bytes on the device.
+    CompressedCache(model, "snapkv", memory="2GB", context=32000)
+    CompressedCache(model, "rehearse:bytes=1/8")
+
+The largest budget is taken with which the cache, after a prompt of `context` tokens, takes no more bytes on the device;
+or the share of tokens that takes a share of the bytes of a 16-bit cache.
 What it takes is computed from the shapes of the model and the method's own account (`Method.stored_bytes`).
 """
 
 from __future__ import annotations
 
+import functools
 import re
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from fractions import Fraction
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -20,7 +26,8 @@ from kvsketch.cache import latent
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import is_compressible, native_layers
 from kvsketch.methods import parse_method
-from kvsketch.methods.base import Method
+from kvsketch.methods.base import BudgetedMethod, Method
+from kvsketch.methods.budget import Size
 from kvsketch.ops.codec import BITS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import MANY, FewBits
@@ -32,6 +39,7 @@ UNITS = {"": 1, "B": 1} | {
     for power, letter in enumerate("KMGT", 1)
     for rest, base in (("", 1000), ("B", 1000), ("IB", 1024))
 }
+USUAL = 4096  # tokens of the text for which a share of bytes becomes one of tokens
 FORMS = "a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 2GB"
 
 
@@ -87,9 +95,27 @@ class Sizes:
         token = sum(self.held or (self.size, self.size)) * self.itemsize
         return self.native + self.batch * self.heads * token * self.context * len(self.places)
 
+    def in_tokens(self, method: Method) -> Method:
+        """The method with a share of tokens for its share of bytes (`bytes=1/8`), if it has one.
+
+        It is that of a text of USUAL tokens: a longer one takes less, for what lies beside its slots grows more slowly.
+        """
+        if not isinstance(method, BudgetedMethod) or method.bytes is None:
+            return method
+        share = cast(Size, method.bytes).share
+        assert share is not None
+        chosen: Any = replace(method, bytes=None).for_bytes(share)
+        usual, halves = (replace(self, context=USUAL, batch=1, native=0, itemsize=size) for size in (self.itemsize, 2))
+        try:
+            result: Any = fitted(chosen, int(share * halves.full), USUAL, functools.partial(usual.bytes, more=0))
+        except ValueError as error:
+            raise ValueError(f"{method} cannot be had: {error}") from None
+        thousandths = 1000 * int(result.budget.tokens) // USUAL
+        return replace(chosen, budget=Size(share=Fraction(thousandths, 1000)))
+
     def bytes(self, method: Method, more: int | None = None) -> int | None:
         """Bytes on the device after the prompts and `more` tokens (None: any number); None: nothing is promised."""
-        total = self.native
+        total, method = self.native, self.in_tokens(method)
         for place in self.places:
             table = replace(place, bits=method.stored_bits, prompt_tokens=self.context)
             shape = LayerShape(
@@ -125,6 +151,13 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places, latents or ())
 
 
+def in_tokens(method: str | Method, model: Any) -> Method:
+    """The method with a share of tokens for its share of bytes, if it has one."""
+    method = parse_method(method)
+    in_bytes = isinstance(method, BudgetedMethod) and method.bytes is not None
+    return sizes_of(model, USUAL).in_tokens(method) if in_bytes else method
+
+
 def fitted_to(memory: float | str | None, context: int | None, batch: int, method: Method, model: Any) -> Method:
     """The method with the largest budget with which `batch` prompts of `context` tokens take no more than `memory`.
 
@@ -133,7 +166,7 @@ def fitted_to(memory: float | str | None, context: int | None, batch: int, metho
     if memory is None:
         if context is not None or batch != 1:
             raise ValueError("context and batch say what memory is to hold; give memory, such as memory='2GB', too")
-        return method
+        return in_tokens(method, model)
     size, sizes = parsed(memory), sizes_of(model, context, batch)
     return fitted(method, size, sizes.context, sizes.bytes)
 
@@ -143,7 +176,7 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
 
     `count`: bytes of a method at this context, None where it cannot say.
     """
-    if any(part.startswith("budget=") for part in str(method).split(":")):
+    if any(part.startswith(("budget=", "bytes=")) for part in str(method).split(":")):
         raise ValueError(f"memory and {method} both say how much is kept; leave out memory or the budget")
     needed = count(method)
     if needed is None:

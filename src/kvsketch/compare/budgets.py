@@ -39,7 +39,7 @@ def contenders(methods: str, budgets: str) -> list[tuple[str, str]]:
     result: list[tuple[str, str]] = []
     for text in _names(methods):
         method, own = split(text)
-        if own:
+        if own or ":bytes=" in method:
             result.append((method, own))
         elif takes_budget(method):
             if not sizes:

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.memory import in_tokens
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of
@@ -82,7 +83,7 @@ def with_bits(model: Any, method: str | Method, sample: Tensor | None = None) ->
 
     Rows of one table have the same bits. Without a sample it is a text of random tokens.
     """
-    method = parse_method(method)
+    method = in_tokens(method, model)
     if not method.stored_bits.auto or method.chosen_keys:
         return method
     if sample is None:

@@ -17,7 +17,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import ClassVar, cast
+from fractions import Fraction
+from typing import ClassVar, Self, cast
 
 import torch
 from torch import Tensor
@@ -188,6 +189,9 @@ class BudgetedMethod(Method):
     budget: Size | int | str = option(
         1024, "tokens per KV head and layer, sinks and recent window included: a number, or a share of the prompt (25%)"
     )
+    bytes: Size | str | None = option(
+        None, "share of the bytes of a 16-bit cache, such as 1/8, in place of a budget", kw_only=True
+    )
     sinks: int = option(4, "first tokens that always stay")
     recent: Size | int | str = option(64, "last tokens that always stay: a number, or a share of the budget (25%)")
     seed: int = option(0, "seed of random draws, where a method makes any; added to the seed of the cache")
@@ -206,6 +210,7 @@ class BudgetedMethod(Method):
             raise ValueError(f"{self.name}: positions=cache is refused, {self.placeless}; use positions=text")
         budget = Size.parse(self.budget, f"{self.name}: budget")
         recent = Size.parse(self.recent, f"{self.name}: recent", smallest=0)
+        self._require_bytes(budget)
         self._set("budget", budget)
         self._set("recent", recent)
         self._require_whole("sinks", least=0, unit="tokens")
@@ -217,6 +222,20 @@ class BudgetedMethod(Method):
                     f"{self.name}: budget={budget} cannot hold {self.sinks} sinks and a recent window of {recent}; "
                     f"use budget={least} or more, or smaller sinks and recent"
                 )
+
+    def _require_bytes(self, budget: Size) -> None:
+        """Reads `bytes`, which stands in place of the budget."""
+        if self.bytes in (None, "None"):
+            self._set("bytes", None)
+            return
+        share, usual = Size.parse(cast(str, self.bytes), f"{self.name}: bytes"), type(self).budget
+        self._set("bytes", share)
+        self._require("bytes", share.share is not None, "a share such as 1/8")
+        self._require("budget", budget == Size.parse(usual), "no budget beside bytes")
+
+    def for_bytes(self, share: Fraction) -> Self:
+        """The method as it is best for a share of the bytes, where nothing else was asked for."""
+        return self
 
     @property
     def read_positions(self) -> str | None:

@@ -80,6 +80,8 @@ class Size:
         percent = self.share * 100
         if percent.denominator == 1:
             return f"{percent.numerator}%"
+        if self.share.denominator > 64 and (10 * percent).denominator == 1:
+            return f"{float(percent):.1f}%"
         return f"{self.share.numerator}/{self.share.denominator}"
 
 

@@ -38,6 +38,7 @@ from filelock import FileLock, Timeout
 
 from kvsketch.cache import interrupted
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.memory import in_tokens
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured
@@ -152,7 +153,7 @@ class DocumentStore:
         whole_below: int = 0,
     ) -> None:
         self.folder, self.model, self.tokenizer, self.name = folder, model, tokenizer, name
-        self.method, self.most_tokens, self.most_bytes = parse_method(method), most_tokens, most_bytes
+        self.method, self.most_tokens, self.most_bytes = in_tokens(method, model), most_tokens, most_bytes
         self.whole_below = whole_below
         self._options: dict[str, Any] = {"prefill": prefill, "chunk": chunk}
         empty = WatchedCache(model, self.method, **self._options)
@@ -258,7 +259,9 @@ class DocumentStore:
         cannot be read, Full when too many wait.
         """
         # A client names a method; it does not make the server import one, nor open a file.
-        chosen = self.method if method is None else parse_method(method, importing=False)
+        chosen = self.method
+        if method is not None:
+            chosen = in_tokens(parse_method(method, importing=False), self.model)
         if method is not None and (file := getattr(chosen, "map", "")):
             raise ValueError(f"map={file} names a file of the server; leave it out")
         if not text.strip():

@@ -34,6 +34,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.memory import in_tokens
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
@@ -111,7 +112,7 @@ class BatchedEngine:
         for name, value in (("rows", rows), ("longest", longest), ("readers", readers)):
             if value < 1:
                 raise ValueError(f"{name}={value} is too small; use 1 or more")
-        self.model, self.method = model, parse_method(method)
+        self.model, self.method = model, in_tokens(method, model)
         self.queue, self.readers = queue, readers
         self.prefill, self._chunk = prefill or usual_prefill(model, self.method), chunk
         self._shared_options: dict[str, Any] = {

@@ -15,9 +15,10 @@ import uvicorn
 from torch import Tensor
 
 from kvsketch import models
+from kvsketch.cache.memory import in_tokens
 from kvsketch.decode.shared import SharedRows, alone, with_bits
 from kvsketch.defaults import CHUNK, METHOD, SHORT
-from kvsketch.methods import Method, parse_method
+from kvsketch.methods import Method
 from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
@@ -54,7 +55,7 @@ def start_service(
     `whole_below`: documents of fewer tokens that name no method are kept whole.
     `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     """
-    asked = parse_method(method)
+    asked = in_tokens(method, model)
     parsed = asked if rows == 1 or alone(model, asked) else with_bits(model, asked, _sample(tokenizer, asked))
     longest = longest_context(model, parsed, memory)
     fitting, held = rows, None

@@ -92,9 +92,10 @@ def servable(method: Method) -> BudgetedMethod:
             f"{method.name} cannot be served by vLLM: its memory does not fit pages of one size; use "
             f"{', '.join(SERVED)}, full:bits=4, or kvsketch.generate"
         )
-    if method.budget_size.tokens is None:
+    if method.budget_size.tokens is None or method.bytes is not None:
+        share = f"budget={method.budget_size}" if method.bytes is None else f"bytes={method.bytes}"
         raise ValueError(
-            f"{method.name}: budget={method.budget_size} is a share of the prompt, and all pages of vLLM have one "
+            f"{method.name}: {share} is a share of the prompt, and all pages of vLLM have one "
             "size; use a number of tokens such as budget=1024"
         )
     for name, value in (TOGETHER if isinstance(method, WaitingMethod) else FIXED).items():

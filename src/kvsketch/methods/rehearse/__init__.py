@@ -5,7 +5,8 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import ClassVar, Self, cast
 
 import torch
@@ -27,7 +28,7 @@ from kvsketch.methods.waiting import (
     settle_slots,
 )
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.codes import PLAIN
+from kvsketch.slots.codes import FEW, PLAIN
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable, require_finite
 from kvsketch.slots.tensors import fetching
@@ -35,6 +36,9 @@ from kvsketch.slots.tensors import fetching
 REPLAYS = VIRTUAL, EXACT, LEARNED = ("virtual", "exact", "learned")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes; on a CPU the first of them (`refit.queries_of`)
+# Bits of keys and values by the share of the bytes, from which on. Fewer bits leave room for more tokens, and answer
+# more the smaller the share (docs/few_bits.md); bits by layer or head, by what rounding costs, answer less than these.
+BITS_BY_BYTES = ((Fraction(3, 32), 4, 4), (Fraction(3, 64), 4, 2), (Fraction(0), 3, 2))
 COMPACT, EVER = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
 
 
@@ -93,7 +97,14 @@ class Rehearse(WaitingMethod):
             self._set("loss", loss)
             self._require("loss", loss.share is not None, "a share such as 2%")
             self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
+            self._require("bytes", self.bytes is None, "no bytes beside loss")
         self._require("wait", not (self.told and self.promises), "a number of tokens beside a loss")
+
+    def for_bytes(self, share: Fraction) -> Self:
+        if (self.bits, self.key_bits, self.value_bits) != (FEW, None, None):
+            return self
+        keys, values = next(bits for least, *bits in BITS_BY_BYTES if share >= least)
+        return replace(self, key_bits=None if keys == FEW else keys, value_bits=None if values == FEW else values)
 
     # score: what the text would look at if it came again
 
