@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
 def _compiled(by: str) -> Path:
     """The shared library of these sources for this processor, in the user's cache."""
     sources = sorted(ROOT.glob("*/native.c"))
-    text = b"".join(path.read_bytes() for path in [*sources, *sorted(ROOT.glob("*/native.h"))])
+    text = b"".join(path.read_bytes() for path in [*sources, *sorted(ROOT.glob("*/*.h"))])
     name = hashlib.sha256(text + repr((by, FLAGS, _processor())).encode()).hexdigest()[:16]
     home = os.environ.get("KVSKETCH_HOME")
     folder = Path(home).expanduser() if home else platformdirs.user_cache_path("kvsketch", False, opinion=False)
@@ -91,9 +91,9 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "kvsketch_replay_room": (number,) * 3,
         "kvsketch_rotate_queries": (*(number,) * 9, *(pointer,) * 4),
+        "kvsketch_weight_steps": (*(number,) * 3, pointer, number, *(pointer,) * 6, number, pointer),
         "kvsketch_masses": (number, number, ctypes.c_float, *(pointer,) * 3),
         "kvsketch_exponentials": (number, number, ctypes.c_float, pointer, pointer),
-        "kvsketch_weight_steps": (*(number,) * 3, pointer, number, *(pointer,) * 6, number, pointer),
         "kvsketch_dual_step": (*(number,) * 3, *(pointer,) * 8),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
         "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
