@@ -27,7 +27,7 @@ from kvsketch.compiler import compiler
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (
     "attention_mass", "codec", "keep_queries", "kept_attention", "refit_steps", "replay_scores",
-    "rotate_queries", "slot_update", "weighted_attention",
+    "rotate_queries", "slot_update", "take_rows", "weighted_attention",
 )  # fmt: skip
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT))
 LANES, MOST = 16, 512  # native.h: LANES is the most of any processor
@@ -122,6 +122,7 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "kvsketch_squared": (*(number,) * 3, pointer, number, pointer, pointer),
         "kvsketch_solved_values": (*(number,) * 4, pointer, pointer, number, *(pointer,) * 4, number, *(pointer,) * 3),
         "kvsketch_solved_room": (number,) * 3,
+        "kvsketch_take_rows": (*(number,) * 5, *(pointer,) * 4, number, number, pointer),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
         "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
     }
