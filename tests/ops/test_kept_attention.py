@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kvsketch.ops import kept_attention
 from kvsketch.ops.kept_attention import reference
-from tests.ops.formula import needs_compiler, needs_triton
+from tests.ops.formula import needs_compiler, needs_triton, poison
 
 
 def inputs(slots: int = 70, kept: int = 20, size: int = 16) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -84,21 +84,44 @@ def test_shapes_that_do_not_fit_are_named() -> None:
 
 
 @needs_compiler
-@pytest.mark.parametrize(("slots", "kept"), [(5, 3), (16, 16), (100, 33)])
-def test_program_gives_the_reference(slots: int, kept: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In blocks of few queries, with logits that differ by more than a float32 can hold, and with one that is none."""
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("slots", "kept", "asked"), [(8, 3, 37), (16, 16, 5), (100, 33, 64), (257, 96, 50)])
+def test_program_gives_the_reference(
+    slots: int, kept: int, asked: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With logits that differ by more than a float32 can hold, and with one that is none."""
     from kvsketch.ops.kept_attention import native
 
-    q, k, v, chosen, hidden = inputs(max(slots, 8), min(kept, slots))
+    q, k, v, chosen, hidden = inputs(slots, kept)
+    q = torch.randn(3, asked, 16)
     hidden[2] = False
     hidden[2, 1:3] = True
     k[0, 1] *= 50.0
     k[1, 2, 0] = float("nan")
     held = k.gather(1, chosen.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16)) + 0.01
-    monkeypatch.setattr(native, "MAX_LOGITS", 7 * slots)
-    for stored, elsewhere in ((None, None), (held, torch.randn(3, 37))):
-        expected = reference.kept_attention(q, k, v, chosen, 0.3, hidden, stored, elsewhere)
-        result = native.kept_attention(q, k, v, chosen, 0.3, hidden, stored, elsewhere)
-        for ours, theirs in zip(result, expected, strict=True):
-            assert ours[1].isnan().any() == theirs[1].isnan().any()
-            torch.testing.assert_close(ours[::2], theirs[::2], atol=1e-6, rtol=1e-4)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for stored, elsewhere in ((None, None), (held, torch.randn(3, asked))):
+        for unseen in (hidden, None):
+            expected = reference.kept_attention(q, k, v, chosen, 0.3, unseen, stored, elsewhere)
+            with monkeypatch.context() as patch:
+                poison(patch)
+                result = native.kept_attention(q, k, v, chosen, 0.3, unseen, stored, elsewhere)
+            for ours, theirs in zip(result, expected, strict=True):
+                assert ours[1].isnan().any() == theirs[1].isnan().any()
+                torch.testing.assert_close(ours[::2], theirs[::2], atol=1e-6, rtol=1e-4)
+
+
+@needs_compiler
+def test_program_takes_keys_with_a_large_common_part() -> None:
+    """Rounded to bfloat16, as a model has them, where one key is all that most queries see."""
+    from kvsketch.ops.kept_attention import native
+
+    q, k, v, chosen, _ = inputs(150, 60, 64)
+    q, k = (10 * torch.randn(64) + torch.randn(3, n, 64) for n in (37, 150))
+    k[:, 100] += 3.0 * q.mean(1) / 10
+    q, k, v = (x.bfloat16().float() for x in (q, k, v))
+    for ours, theirs in zip(
+        native.kept_attention(q, k, v, chosen, 0.125, None, None, None),
+        reference.kept_attention(*(x.double() for x in (q, k, v)), chosen, 0.125, None, None, None), strict=True,
+    ):  # fmt: skip
+        torch.testing.assert_close(ours, theirs.float(), atol=1e-4, rtol=1e-3)

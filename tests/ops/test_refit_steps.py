@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import pytest
 import torch
 from torch import Tensor
 
 from kvsketch.ops.common.products import product
-from kvsketch.ops.refit_steps import Conjugate, Descent, Dual, reference, stepped_values, value_step, weight_steps
-from tests.ops.formula import needs_compiler, needs_triton
+from kvsketch.ops.refit_steps import Conjugate, Descent, reference, stepped_values, value_step, weight_steps
+from tests.ops.formula import needs_compiler, needs_triton, poison
 
 
 def matrix(unknowns: int, dtype: torch.dtype = torch.float32) -> Tensor:  # [2, K, K]
@@ -107,21 +109,97 @@ def test_kernels_of_rows_give_the_reference(
 
 
 @needs_compiler
-def test_programs_give_the_reference() -> None:
+def test_programs_of_weights_give_the_reference() -> None:
     from kvsketch.ops.refit_steps import native
 
     gram = matrix(48)
-    residual, zeros = torch.randn(2, 13, 24), torch.zeros(2, 13, 24)
-    before = torch.full((2, 1, 24), float("inf"))
-    dual = Dual(residual, zeros, zeros, zeros, before, torch.tensor([[0.1], [0.2]]))
-    square = torch.rand(2, 13, 13)
-    for start in (descent(gram), descent(gram)._replace(gram=gram[:, :13]), dual):
-        states = [type(start)(*(x.clone() for x in start)) for _ in range(2)]
+    for start in (descent(gram), descent(gram)._replace(gram=gram[:, :13])):
+        states = [Descent(*(x.clone() for x in start)) for _ in range(2)]
         for state, module in zip(states, (native, reference), strict=True):
-            if isinstance(state, Descent):
-                module.weight_steps(state, [0.3, 0.5, 0.7])
-            else:
-                for _ in range(2):
-                    module.dual_step(state, square @ square.mT @ state.residual)
+            module.weight_steps(state, [0.3, 0.5, 0.7])
         for one, other in zip(*states, strict=True):
             torch.testing.assert_close(one, other, atol=1e-4, rtol=1e-4)
+
+
+class Fit(NamedTuple):
+    """Problems of which the last keeps fewer slots, as a part of larger tensors."""
+
+    a: Tensor  # [3, Q, K]
+    w: Tensor
+    ridge: Tensor
+    plain: Tensor
+    target: Tensor
+    share: Tensor
+
+
+def fit(queries: int, kept: int, columns: int) -> Fit:
+    g = torch.Generator().manual_seed(queries + kept)
+    a = torch.randn(3, queries + 5, kept, generator=g).exp_() / kept
+    a[2, :, -kept // 4 :] = 0.0
+    w, share = torch.rand(3, kept, generator=g) + 0.5, torch.rand(3, queries + 5, generator=g)
+    # Values have a large common part.
+    plain, target = (torch.randn(3, n, columns, generator=g) + 8.0 for n in (kept, queries + 5))
+    ridge = 1e-2 * a.square().sum(1).mean(-1, keepdim=True)
+    return Fit(a[:, 3:-2], w, ridge, plain, target[:, 3:-2], share[:, 3:-2])
+
+
+FITS = [(7, 16, 16), (40, 16, 24), (33, 48, 7), (50, 96, 64), (100, 160, 80), (131, 272, 64)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes", FITS)
+def test_programs_of_values_give_the_reference(
+    sizes: tuple[int, int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In float64: what rounding to float32 does grows with every step."""
+    from kvsketch.ops.refit_steps import native
+
+    a, w, ridge, plain, target, share = fit(*sizes)
+    wide = [x.double() for x in (a, w, ridge, plain, target)]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    poison(monkeypatch)
+    gram = native.squared(a)
+    torch.testing.assert_close(gram, wide[0].mT @ wide[0], rtol=1e-12, atol=1e-12)
+    solved = native.solved_values(gram, a, w, wide[2], plain, target)
+    for ours, theirs in zip(solved, reference.solved_values(gram, *wide[:2], *wide[2:]), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+    for steps in (0, 1, 3):
+        stepped = native.dual_values(a, w, ridge, plain, target, steps)
+        for ours, exact in zip(stepped, reference.dual_values(*wide, steps), strict=True):
+            torch.testing.assert_close(ours.double(), exact, rtol=2e-3, atol=2e-3)
+    parts = plain * w.unsqueeze(-1) * 1.1
+    both = native.both_errors(a, plain, parts, w, target, share)
+    for ours, theirs in zip(both, reference.both_errors(a, plain, parts, w, target, share), strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-6)
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize("sizes", FITS)
+def test_programs_begin_weights_as_the_reference(
+    sizes: tuple[int, int, int], threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvsketch.ops.refit_steps import native
+
+    a, *_, share = fit(*sizes)
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    for gram in (a.mT @ a, *([a] if a.shape[1] < a.shape[2] else [])):
+        ours, theirs = (module.descent_of(gram, a, share, 1e-2) for module in (native, reference))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-6)
+
+
+@needs_compiler
+def test_a_problem_that_is_not_finite_leaves_the_others_alone() -> None:
+    from kvsketch.ops.refit_steps import native
+
+    a, w, ridge, plain, target, share = fit(50, 96, 64)
+    a[1, 2, 3] = float("nan")
+    gram = native.squared(a)
+    result = [
+        *native.solved_values(gram, a, w, ridge.double(), plain, target),
+        *native.dual_values(a, w, ridge, plain, target, 3), *native.both_errors(a, plain, plain, w, target, share),
+    ]  # fmt: skip
+    for each in result:
+        assert each[1].isnan().any() and each[::2].isfinite().all()

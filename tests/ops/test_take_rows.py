@@ -7,7 +7,7 @@ import torch
 
 from kvsketch.ops import take_rows
 from kvsketch.ops.take_rows import Sources
-from tests.ops.formula import needs_triton
+from tests.ops.formula import needs_compiler, needs_triton
 
 
 @needs_triton
@@ -33,6 +33,24 @@ def test_kernel_copies_the_rows_of_several_matrices(device: torch.device) -> Non
             out = torch.zeros(*index.shape, 24, dtype=rows.dtype, device=device)
             module.take_rows_of(sources, which, first, index, 2, out)
             assert torch.equal(out, rows[which.unsqueeze(1), first.unsqueeze(1) + 2 * index])
+
+
+@needs_compiler
+@pytest.mark.parametrize("threads", [1, 2])
+@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 24), (torch.float32, 7), (torch.uint8, 5)])
+def test_program_copies_the_rows_of_several_matrices(
+    dtype: torch.dtype, size: int, threads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from kvsketch.ops.take_rows import native
+
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    rows = torch.randn(3, 50, size + 8).abs().mul(40).to(dtype)[..., :size]
+    sources = Sources.of_each([[*rows.flip(0)], [*rows]])[1]
+    which, first = torch.tensor([0, 0, 2, 1]), torch.tensor([7, 3, 0, 1])
+    for index in (torch.randint(20, (4, 70)), torch.arange(20).expand(4, -1), torch.randint(20, (70, 4)).T):
+        out = torch.zeros(*index.shape, size, dtype=dtype)
+        native.take_rows_of(sources, which, first, index, 2, out)
+        assert torch.equal(out, rows[which.unsqueeze(1), first.unsqueeze(1) + 2 * index])
 
 
 def test_a_call_fills_what_it_is_given_and_refuses_what_does_not_fit() -> None:

@@ -55,7 +55,7 @@ class Fitting(Rehearse):
             self.first[table.layer_idx] = _unrotated(table, queries, positions_of(table, queries.shape[2]))
         elif self.queue(table).unrepeated:
             self.score(table, queries)
-            self.first[table.layer_idx] = self.replayer.features(table)
+            self.first[table.layer_idx] = self.replayer(table).features(table)
             state = table.state_of(Waiting)
             state.score = state.again = state.chunks = None
 

@@ -16,6 +16,7 @@ from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse.compacting import Stretch, chosen, settle_behind, undecided
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
+from kvsketch.methods.rehearse.refit import queries_of
 from kvsketch.methods.replay import Piece, Replay, equal_chunks, first_keys, pieces_of
 from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import (
@@ -117,9 +118,10 @@ class Rehearse(WaitingMethod):
     def promises(self) -> bool:
         return self.loss is not None
 
-    @property
-    def replayer(self) -> Replay:
-        return Replay(self.chunk, self.sinks, 0 if self.refit == "none" else QUERIES, self.learned)
+    def replayer(self, table: SlotTable) -> Replay:
+        # A CPU refits with the first of the queries alone; the others are not copied.
+        queries = 0 if self.refit == "none" else queries_of(0, QUERIES, table.device)
+        return Replay(self.chunk, self.sinks, queries, self.learned)
 
     def with_map(self, learned: ReplayMap) -> Self:
         """The method with the maps of a model (`cache.fitting`)."""
@@ -139,10 +141,10 @@ class Rehearse(WaitingMethod):
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
         """The model has repeated a piece, with these queries and keys [B, H, m, D]."""
-        self.replayer.exact(table, queries, copies, piece.tokens)
+        self.replayer(table).exact(table, queries, copies, piece.tokens)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
-        self.replayer.virtual(table, queries)
+        self.replayer(table).virtual(table, queries)
 
     def wants_sums_of(self, table: SlotTable) -> bool:
         # A third of a virtual replay on a CPU is done when a text has been read.
@@ -181,7 +183,7 @@ class Rehearse(WaitingMethod):
         count, behind = rest[-1].end - rest[0].begin, tables[0].seen - rest[-1].end
         lengths = [length for each in rest for length in equal_chunks(each.end - each.begin, self.chunk)]
         for table in tables:
-            self.replayer.virtual(table, self.queue(table).kept_queries(count), lengths, behind)
+            self.replayer(table).virtual(table, self.queue(table).kept_queries(count), lengths, behind)
         self.keep_stretches(tables, rest)
 
     def keep_stretches(self, tables: Sequence[SlotTable], stretches: Sequence[Stretch]) -> None:

@@ -20,7 +20,7 @@ from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
-MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 21}  # on a CPU a few problems
+MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 22}  # on a CPU a few problems
 LEAST = {"cuda": 512, "cpu": 1 << 30}
 # Kept slots of a batch are padded to a multiple of it, of CPU_STEP on a CPU: products are slow otherwise. Problems are
 # sorted by multiples of STEP everywhere.

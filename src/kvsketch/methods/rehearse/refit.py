@@ -38,15 +38,14 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops import refit_steps
-from kvsketch.ops.common.products import product
+from kvsketch.ops.common.products import product, times
 from kvsketch.ops.kept_attention import Kept
 from kvsketch.ops.refit_steps import (
     TINY,
     Conjugate,
-    Descent,
-    Dual,
-    dual_step,
-    errors,
+    both_errors,
+    descent_of,
+    mean_ridge,
     stepped_values,
     value_step,
     weight_steps,
@@ -114,15 +113,15 @@ def refit(q: Tensor, slots: Slots, steps: tuple[int, int] | None = None) -> Refi
     plain = slots.plain()
     # Queries come in no order, and the held-back ones lie behind the others.
     fit = q.shape[1] - q.shape[1] // HELD_BACK
-    exact = a[:, :fit].double() if ends else None
+    exact = refit_steps.squared(a[:, :fit].float()) if ends else None
     # With more slots than queries, A'A takes a CPU longer than all products with A.
     few = exact is None and fit < a.shape[2] and not a.is_cuda
-    gram = a[:, :fit] if few else squared(a[:, :fit] if exact is None else exact)
+    gram = a[:, :fit] if few else squared(a[:, :fit]) if exact is None else exact
     w = fitted_weights(gram.to(a.dtype), a[:, :fit], share[:, :fit], steps[0]).masked_fill(~slots.taken, 1.0)
     if few:
         values, parts = values_of_few(a[:, :fit], w, plain, target[:, :fit], steps[1])
     elif exact is not None:
-        values, parts = solved_values(gram, exact, w, plain, target[:, :fit])
+        values, parts = solved_values(exact, a[:, :fit], w, plain, target[:, :fit])
     else:
         values, parts = fitted_values(gram, a[:, :fit], w, plain, target[:, :fit], steps[1])
     return _guarded(slots, w, values, parts, plain, Kept(a[:, fit:], target[:, fit:], share[:, fit:]))
@@ -156,9 +155,7 @@ def fold(q: Tensor, slots: Slots, score: Tensor) -> Refitted:
 def _guarded(slots: Slots, w: Tensor, values: Tensor, parts: Tensor, plain: Tensor, seen: Kept) -> Refitted:
     """Weights and values, where they lower the error of queries that see this; `parts`: the two multiplied."""
     a, target, share = seen
-    mass = a.sum(-1, dtype=torch.float32)
-    before = errors(product(a, plain.to(a.dtype)), mass, target, share)
-    after = errors(product(a, parts), times(a, w), target, share)
+    before, after = both_errors(a, plain, parts, w, target, share)
     better = torch.isfinite(after) & (after < before)
     log_w = torch.where(better.unsqueeze(-1) & slots.taken, w.log(), 0.0)
     values = torch.where(better[:, None, None], values.to(plain.dtype), plain)
@@ -169,7 +166,7 @@ def squared(a: Tensor) -> Tensor:  # [N, K, K]
     """A'A, rounded to the dtype of A."""
     if a.is_cuda:
         return torch.bmm(a.mT, a)
-    count, x = a.shape[2], a if a.dtype == torch.float64 else a.float()
+    count, x = a.shape[2], a.float()
     block = max(256, count // 6)
     if count <= block:
         return (x.mT @ x).to(a.dtype)
@@ -188,27 +185,13 @@ def fitted_weights(gram: Tensor, a: Tensor, share: Tensor, steps: int) -> Tensor
 
     gram: A'A, or A again, where it has fewer rows than columns.
     """
-    few = gram.shape[1] < gram.shape[2]
-    diagonal = gram.float().square().sum(1) if few else gram.diagonal(dim1=-2, dim2=-1).float()
-    ridge = _ridge(diagonal, RIDGES[0])
-    size = (diagonal + ridge).rsqrt()  # [N, K]
-    wanted = product(a.mT, share.unsqueeze(-1).to(a.dtype)).squeeze(-1) + ridge
-    # The largest row sum of the scaled matrix bounds its largest eigenvalue; no entry is negative.
-    row_sums = times(gram, size)
-    row_sums = times(gram.mT, row_sums) if few else row_sums
-    bound = ((row_sums + ridge * size) * size).amax(-1, keepdim=True)
-    w, ahead, momentum, speeds = torch.ones_like(size), torch.ones_like(size), 1.0, []
+    descent, momentum, speeds = descent_of(gram, a, share, RIDGES[0]), 1.0, []
     for _ in range(steps):
         following = (1 + (1 + 4 * momentum**2) ** 0.5) / 2
         speeds.append((momentum - 1) / following)
         momentum = following
-    weight_steps(Descent(gram, wanted, size.square() / bound, ridge, w, ahead), speeds)
-    return w.clamp_(*WEIGHTS)
-
-
-def times(a: Tensor, x: Tensor) -> Tensor:  # [N, Q] float32
-    """A x of x [N, K]."""
-    return product(a, x.unsqueeze(-1).to(a.dtype)).squeeze(-1)
+    weight_steps(descent, speeds)
+    return descent.w.clamp_(*WEIGHTS)
 
 
 def fitted_values(
@@ -218,7 +201,7 @@ def fitted_values(
 
     By conjugate gradients, every channel on its own.
     """
-    ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1])
+    ridge = mean_ridge(gram.diagonal(dim1=-2, dim2=-1) * w.square(), RIDGES[1])
     missing = weighed(target, times(a, w), a.dtype, product(a, weighed(plain, w, a.dtype)))
     state = Conjugate.of(w, ridge, product(a.mT, missing), steps, gram.dtype)
     for number in range(steps):
@@ -227,40 +210,18 @@ def fitted_values(
 
 
 def values_of_few(a: Tensor, w: Tensor, plain: Tensor, target: Tensor, steps: int) -> tuple[Tensor, Tensor]:
-    """As `fitted_values` of fewer queries than slots: the same conjugate gradients, as sums of rows of X = A diag(w).
-
-    Every vector of theirs is X' y: only y is moved (`dual_step`), and the matrix is X X' [N, Q, Q].
-    """
-    x = a.float() * w.unsqueeze(1)  # [N, Q, K]
-    ridge = _ridge(x.square().sum(1), RIDGES[1])
-    matrix, missing = squared(x.mT), x.sum(-1, keepdim=True) * target - product(x, plain.float())
-    d, g, y = (torch.zeros_like(missing) for _ in range(3))
-    state = Dual(missing, d, g, y, torch.full_like(missing[:, :1], float("inf")), ridge)
-    for _ in range(steps):
-        dual_step(state, product(matrix, state.residual))
-    values = product(x.mT, y).add_(plain)
-    return values.to(plain.dtype), weighed(values, w, torch.float32)
+    """As `fitted_values` of fewer queries than slots: the same conjugate gradients, as sums of rows of A diag(w)."""
+    a = a.float()
+    ridge = mean_ridge(a.square().sum(1) * w.square(), RIDGES[1])
+    values, parts = refit_steps.dual_values(a, w, ridge, plain.float(), target, steps)
+    return values.to(plain.dtype), parts
 
 
 def solved_values(gram: Tensor, a: Tensor, w: Tensor, plain: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-    """As `fitted_values`, to the end: V' = V_K + (X'X + r' I)^-1 X'(diag(A w) O - X V_K), X = A diag(w).
-
-    gram and A are float64.
-    """
-    weight, start = w.double().unsqueeze(-1), plain.double()
-    gram = gram * weight * weight.mT
-    ridge = _ridge(gram.diagonal(dim1=-2, dim2=-1), RIDGES[1])
-    missing = a.mT @ ((a @ weight) * target.double() - a @ (weight * start)) * weight
-    gram.diagonal(dim1=-2, dim2=-1).add_(ridge)
-    # Does not raise where something is not finite: what comes of it loses against the plain slots.
-    values = start + torch.cholesky_solve(missing, torch.linalg.cholesky_ex(gram).L)
-    return values.to(plain.dtype), (values * weight).float()
-
-
-def _ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
-    """A share of the mean of the diagonal, over the slots that are there."""
-    mean = diagonal.sum(-1, keepdim=True) / (diagonal > 0).sum(-1, keepdim=True).clamp_min(1)
-    return (share * mean).clamp_min(1e-12)
+    """As `fitted_values`, to the end; gram is float64."""
+    ridge = mean_ridge(gram.diagonal(dim1=-2, dim2=-1) * w.double().square(), RIDGES[1])
+    values, parts = refit_steps.solved_values(gram, a.float(), w, ridge, plain.float(), target)
+    return values.to(plain.dtype), parts
 
 
 def weighed(x: Tensor, w: Tensor, dtype: torch.dtype, less: Tensor | None = None) -> Tensor:

@@ -4,6 +4,9 @@
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
+#if defined(__AVX__)
+#include <immintrin.h>
+#endif
 
 #define BLOCK 16 /* channels of a vector are a multiple of it */
 #if defined(__AVX512F__)
@@ -48,10 +51,24 @@ static inline float sum_of(Lanes x) {
     return (sum[0] + sum[2]) + (sum[1] + sum[3]);
 }
 
+/* a > b ? a : b, and a < b ? a : b: one instruction where the compiler does not find it. */
+#if defined(__AVX512F__)
+static inline Lanes largest(Lanes a, Lanes b) { return (Lanes)_mm512_max_ps((__m512)a, (__m512)b); }
+static inline Lanes smallest(Lanes a, Lanes b) { return (Lanes)_mm512_min_ps((__m512)a, (__m512)b); }
+#elif defined(__AVX__)
+static inline Lanes largest(Lanes a, Lanes b) { return (Lanes)_mm256_max_ps((__m256)a, (__m256)b); }
+static inline Lanes smallest(Lanes a, Lanes b) { return (Lanes)_mm256_min_ps((__m256)a, (__m256)b); }
+#else
 static inline Lanes largest(Lanes a, Lanes b) {
     const Integers more = a > b;
     return (Lanes)(((Integers)a & more) | ((Integers)b & ~more));
 }
+
+static inline Lanes smallest(Lanes a, Lanes b) {
+    const Integers less = a < b;
+    return (Lanes)(((Integers)a & less) | ((Integers)b & ~less));
+}
+#endif
 
 static inline float larger(float a, float b) { return a > b ? a : b; }
 
@@ -124,9 +141,8 @@ static inline Lanes exponential(Lanes x) {
 
 /* 2^x for x < 127, no less than 2^-126; what is not a number stays so. */
 static inline Lanes power_of_2(Lanes x) {
-    const Lanes magic = all(12582912.0f), least = all(-126.0f);
-    const Integers below = x < least;
-    x = (Lanes)(((Integers)x & ~below) | ((Integers)least & below));
+    const Lanes magic = all(12582912.0f);
+    x = largest(all(-126.0f), x);
     const Lanes whole = x + magic;
     const Lanes f = x - (whole - magic), ff = f * f;
     const Lanes low = f * 0.693146944f + 1.0f, middle = f * 0.0555071309f + 0.240221202f;

@@ -27,7 +27,7 @@ from kvsketch.compiler import compiler
 ROOT = Path(__file__).parent.parent
 OPERATIONS = (
     "attention_mass", "codec", "keep_queries", "kept_attention", "refit_steps", "replay_scores",
-    "rotate_queries", "slot_update", "weighted_attention",
+    "rotate_queries", "slot_update", "take_rows", "weighted_attention",
 )  # fmt: skip
 FLAGS = ("-O3", "-march=native", "-shared", "-fPIC", "-I", str(ROOT))
 LANES, MOST = 16, 512  # native.h: LANES is the most of any processor
@@ -48,7 +48,7 @@ def library() -> ctypes.CDLL | None:
 def _compiled(by: str) -> Path:
     """The shared library of these sources for this processor, in the user's cache."""
     sources = sorted(ROOT.glob("*/native.c"))
-    text = b"".join(path.read_bytes() for path in [*sources, *sorted(ROOT.glob("*/native.h"))])
+    text = b"".join(path.read_bytes() for path in [*sources, *sorted(ROOT.glob("*/*.h"))])
     name = hashlib.sha256(text + repr((by, FLAGS, _processor())).encode()).hexdigest()[:16]
     home = os.environ.get("KVSKETCH_HOME")
     folder = Path(home).expanduser() if home else platformdirs.user_cache_path("kvsketch", False, opinion=False)
@@ -91,10 +91,39 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         ),
         "kvsketch_replay_room": (number,) * 3,
         "kvsketch_rotate_queries": (*(number,) * 9, *(pointer,) * 4),
-        "kvsketch_masses": (number, number, ctypes.c_float, *(pointer,) * 3),
-        "kvsketch_exponentials": (number, number, ctypes.c_float, pointer, pointer),
+        "kvsketch_kept": (*(number,) * 7, ctypes.c_float, *(pointer,) * 11),
+        "kvsketch_kept_room": (number,) * 4,
+        "kvsketch_descent": (
+            *(number,) * 3,
+            pointer,
+            number,
+            number,
+            pointer,
+            number,
+            pointer,
+            number,
+            ctypes.c_float,
+            *(pointer,) * 4,
+        ),
+        "kvsketch_both_errors": (
+            *(number,) * 4,
+            pointer,
+            number,
+            *(pointer,) * 4,
+            number,
+            pointer,
+            number,
+            *(pointer,) * 3,
+        ),
+        "kvsketch_errors_room": (number,) * 3,
         "kvsketch_weight_steps": (*(number,) * 3, pointer, number, *(pointer,) * 6, number, pointer),
-        "kvsketch_dual_step": (*(number,) * 3, *(pointer,) * 8),
+        "kvsketch_dual_values": (*(number,) * 4, pointer, number, *(pointer,) * 4, number, number, *(pointer,) * 3),
+        "kvsketch_dual_room": (number,) * 2,
+        "kvsketch_squared": (*(number,) * 3, pointer, number, pointer, pointer),
+        "kvsketch_solved_values": (*(number,) * 4, pointer, pointer, number, *(pointer,) * 4, number, *(pointer,) * 3),
+        "kvsketch_solved_room": (number,) * 3,
+        "kvsketch_decode": (*(pointer,) * 4, number, number, pointer, pointer, number, pointer),
+        "kvsketch_take_rows": (*(number,) * 5, *(pointer,) * 4, number, number, pointer),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
         "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
     }

@@ -1,57 +1,63 @@
 #include "common/native.h"
+#include "common/tiles.h"
 
-#define LOG2_E 1.44269504f
+static int64_t least(int64_t a, int64_t b) { return a < b ? a : b; }
 
-/* x = exp(by x - origin), and their sum. */
-static float exponentials(float *x, int64_t count, float by, float origin) {
-    Lanes sums[PARTS] = {0};
-    int64_t i = 0;
-    const Lanes factor = all(by * LOG2_E), from = all(origin * LOG2_E);
-    for (; i + BLOCK <= count; i += BLOCK)
-        for (int part = 0; part < PARTS; part++) {
-            const Lanes term = power_of_2(load(x + i + part * LANES) * factor - from);
-            store(x + i + part * LANES, term);
-            sums[part] += term;
+/* As ops/kept_attention says, for the queries `begin` to `end` of all problems, `asked` each: q [N, asked, size],
+   k [N, slots, size], v [N, slots, value_size], held [N, kept, size], elsewhere [N, asked] or 0;
+   counts [N]: slots that are there, the first ones; taken [N, kept]: 1, or 0 for slots that are not there;
+   a [N, asked, kept], outputs [N, asked, value_size], share [N, asked];
+   room: as many numbers as kvsketch_kept_room says. */
+void kvsketch_kept(int64_t begin, int64_t end, int64_t asked, int64_t slots, int64_t size, int64_t value_size,
+                   int64_t kept, float scale, const float *q, const float *k, const float *v, const float *held,
+                   const float *elsewhere, const int64_t *counts, const float *taken, float *room, float *a,
+                   float *outputs, float *share) {
+    const int64_t stride = padded(slots), kept_stride = padded(kept), value_stride = padded(value_size);
+    float *text = room, *values = text + stride * size, *own = values + value_stride * slots;
+    float *seen = own + kept_stride * size, *attention = seen + GROUP * stride, *there = attention + GROUP * COLUMNS;
+    float *summed = there + kept_stride, none[GROUP];
+    for (int r = 0; r < GROUP; r++) none[r] = -INFINITY;
+    for (int64_t first = begin, rows; first < end; first += rows) {
+        const int64_t n = first / asked, count = counts[n];
+        if (first == begin || first % asked == 0) {
+            pack_rows(text, k + n * slots * size, count, size, scale * LOG2_E);
+            pack_columns(values, v + n * slots * value_size, count, value_size);
+            pack_rows(own, held + n * kept * size, kept, size, scale * LOG2_E);
+            memset(there, 0, kept_stride * sizeof *there);
+            memcpy(there, taken + n * kept, kept * sizeof *there);
         }
-    for (int part = 1; part < PARTS; part++) sums[0] += sums[part];
-    float total = sum_of(sums[0]), rest[BLOCK];
-    if (i == count) return total;
-    for (int part = 0; part < PARTS; part++) store(rest + part * LANES, all(-INFINITY));
-    memcpy(rest, x + i, (count - i) * sizeof *x);
-    for (int part = 0; part < PARTS; part++) {
-        float *at = rest + part * LANES;
-        store(at, power_of_2(load(at) * factor - from));
-    }
-    memcpy(x + i, rest, (count - i) * sizeof *x);
-    for (int64_t j = 0; j < count - i; j++) total += rest[j];
-    return total;
-}
-
-static float largest_of(const float *x, int64_t count) {
-    Lanes tops[PARTS];
-    for (int part = 0; part < PARTS; part++) tops[part] = all(-INFINITY);
-    int64_t i = 0;
-    for (; i + BLOCK <= count; i += BLOCK)
-        for (int part = 0; part < PARTS; part++) tops[part] = largest(load(x + i + part * LANES), tops[part]);
-    for (int part = 1; part < PARTS; part++) tops[0] = largest(tops[part], tops[0]);
-    float top = tops[0][0];
-    for (int lane = 1; lane < LANES; lane++) top = fmaxf(top, tops[0][lane]);
-    for (; i < count; i++) top = fmaxf(top, x[i]);
-    return top;
-}
-
-/* Rows of x [rows, count] become exp(scale x - top), top the largest of the row; inverse: 1 / their sums;
-   mass: logarithms of the sums of exp(scale x). */
-void kvsketch_masses(int64_t rows, int64_t count, float scale, float *x, float *inverse, float *mass) {
-    for (int64_t row = 0; row < rows; row++) {
-        const float top = scale * largest_of(x + row * count, count);
-        const float total = exponentials(x + row * count, count, scale, top);
-        inverse[row] = 1.0f / total;
-        mass[row] = top + logf(total);
+        rows = least(GROUP, least(end, (n + 1) * asked) - first);
+        const Matrix queries = {q + first * size, rows, size, 1}, powers = {seen, rows, stride, 1};
+        Part all_slots = {text, queries, seen, stride, count, 0, count ? (count - 1) / COLUMNS * COLUMNS : 0};
+        Sums sums;
+        take_powers(&sums, &all_slots, 1, none, rows, size);
+        multiply_panels(summed, value_stride, powers, values, value_size, count);
+        for (int64_t r = 0; r < rows; r++) {
+            const float inverse = 1.0f / sums.total[r], mass = sums.origin[r] + log2f(sums.total[r]);
+            const float beside = elsewhere ? LOG2_E * elsewhere[first + r] : -INFINITY, top = larger(mass, beside);
+            for (int64_t i = 0; i < value_size; i++)
+                outputs[(first + r) * value_size + i] = inverse * summed[r * value_stride + i];
+            sums.origin[r] = top + log2f(exp2f(mass - top) + exp2f(beside - top));
+            share[first + r] = exp2f(mass - sums.origin[r]);
+        }
+        for (int64_t from = 0; from < kept; from += COLUMNS) {
+            const int direct = from + COLUMNS <= kept && rows % ROWS == 0; /* whole tiles */
+            float *to = direct ? a + first * kept + from : attention;
+            const int64_t apart = direct ? kept : COLUMNS;
+            Lanes unused[GROUP] = {{0}}, present = {0};
+            powers_of_panel(to, apart, queries, own + from * size, size, sums.origin, unused);
+            for (int64_t i = 0; i < COLUMNS; i += LANES) present += load(there + from + i);
+            for (int64_t r = 0; r < rows && sum_of(present) < COLUMNS; r++)
+                for (int64_t i = 0; i < COLUMNS; i += LANES)
+                    store(to + r * apart + i, load(to + r * apart + i) * load(there + from + i));
+            for (int64_t r = 0; r < rows && !direct; r++)
+                memcpy(a + (first + r) * kept + from, to + r * apart, least(COLUMNS, kept - from) * sizeof *a);
+        }
     }
 }
 
-/* Rows of x [rows, count] become exp(scale x - origin). */
-void kvsketch_exponentials(int64_t rows, int64_t count, float scale, float *x, const float *origin) {
-    for (int64_t row = 0; row < rows; row++) exponentials(x + row * count, count, scale, origin[row]);
+/* Numbers that kvsketch_kept needs beside its arguments. */
+int64_t kvsketch_kept_room(int64_t slots, int64_t size, int64_t value_size, int64_t kept) {
+    const int64_t stride = padded(slots), kept_stride = padded(kept), value_stride = padded(value_size);
+    return (stride + kept_stride) * size + value_stride * (slots + GROUP) + GROUP * (stride + COLUMNS) + kept_stride;
 }

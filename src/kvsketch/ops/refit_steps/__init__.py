@@ -7,12 +7,14 @@
                       l = <R, S> / <S, M>,    R -= l M,    S = W^2 R - <W^2 R, M> / <S, M> S,    X = W^-1 sum of all l S
                   The new <W^2 R, M> follows from the old one: all sums are known before anything is written. X is
                   summed up after the last step (`stepped_values`), so that no step reads and writes it.
-    dual_step     the same where X = W A' Y of fewer rows A, on a CPU: with the residual W A' E, the direction W A' D,
-                  M = A W^2 A', F = M E and G = M D:
+    dual_values   the same to the last step where X = W A' Y of fewer rows A, on a CPU: with the residual W A' E, the
+                  direction W A' D, M = A W^2 A', F = M E and G = M D, from E = diag(A w) O - A W V on:
                       D = E + t D,    G = F + t G,    t = <E, F> / <E, F> before
                       l = <E, F> / (<G, G> + r <D, G>),    Y += l D,    E -= l (G + r D)
+    squared       A'A in float64
+    solved_values V + (W A'A W + r I)^-1 W A' (diag(A w) O - A W V), to the end, in float64
     weighed       rows times weights
-    errors        of outputs and masses that the kept slots give
+    errors        of outputs and masses that the kept slots give; both_errors before and after a fit
 
 Steps write over what they are given. Legend: N problems, K unknowns, Q queries, Dv columns, T steps.
 """
@@ -62,18 +64,17 @@ class Conjugate(NamedTuple):
         return cls(w, ridge, residual, scaled, residual.new_empty(steps, len(w), residual.shape[2]))
 
 
-class Dual(NamedTuple):
-    """Conjugate gradients of fewer rows than unknowns under way; all float32, contiguous, [N, Q, Dv] unless it says so.
+def descent_of(gram: Tensor, a: Tensor, share: Tensor, ridge: float) -> Descent:
+    """Before the first step of |A w - share|^2 + r |w - 1|^2, in w / size, from w = 1.
 
-    All but the residual and the ridge are 0 before the first step, and `before` is infinite.
+        r = ridge times the mean of the diagonal of G that is not 0,    size = (diagonal + r)^-1/2
+        wanted = A' share + r,    rate = size^2 / the largest row sum of diag(size) (G + r I) diag(size)
+
+    The row sum bounds the largest eigenvalue; no entry is negative. gram: A'A, or on a CPU A again, where it has fewer
+    rows than columns. a [N, Q, K], share [N, Q] float32.
     """
-
-    residual: Tensor  # E, changes, as all that follow
-    direction: Tensor  # D
-    image: Tensor  # G
-    moved: Tensor  # Y
-    before: Tensor  # [N, 1, Dv], <E, F> of the last step
-    ridge: Tensor  # [N, 1], does not change
+    result: Descent = implementation("refit_steps", gram.device, gram).descent_of(gram, a, share, ridge)
+    return result
 
 
 def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
@@ -86,9 +87,31 @@ def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     implementation("refit_steps", product.device, product).value_step(state, number, product)
 
 
-def dual_step(state: Dual, product: Tensor) -> None:
-    """One step, given F [N, Q, Dv] = M E."""
-    implementation("refit_steps", product.device, product).dual_step(state, product)
+def dual_values(
+    a: Tensor, w: Tensor, ridge: Tensor, plain: Tensor, target: Tensor, steps: int
+) -> tuple[Tensor, Tensor]:  # [N, K, Dv] each
+    """V + X after so many steps, and w times that. a [N, Q, K], w [N, K], ridge [N, 1], plain V, target O [N, Q, Dv].
+
+    All float32.
+    """
+    chosen = implementation("refit_steps", a.device, a)
+    result: tuple[Tensor, Tensor] = chosen.dual_values(a, w, ridge, plain, target, steps)
+    return result
+
+
+def squared(a: Tensor) -> Tensor:  # [N, K, K] float64
+    """A'A of a [N, Q, K] float32."""
+    result: Tensor = implementation("refit_steps", a.device, a).squared(a)
+    return result
+
+
+def solved_values(
+    gram: Tensor, a: Tensor, w: Tensor, ridge: Tensor, plain: Tensor, target: Tensor
+) -> tuple[Tensor, Tensor]:  # [N, K, Dv] each
+    """As `dual_values`, to the end; gram [N, K, K] = A'A and ridge are float64. What is not finite does not raise."""
+    chosen = implementation("refit_steps", a.device, a)
+    result: tuple[Tensor, Tensor] = chosen.solved_values(gram, a, w, ridge, plain, target)
+    return result
 
 
 def stepped_values(state: Conjugate, plain: Tensor) -> tuple[Tensor, Tensor]:
@@ -102,6 +125,15 @@ def weighed(x: Tensor, w: Tensor, less: Tensor | None = None, *, out: Tensor) ->
     """Rows of x [N, K, Dv] times w [N, K], minus `less` [N, K, Dv] float32, rounded once into `out`, contiguous."""
     implementation("refit_steps", x.device, x).weighed(x, w, less, out)
     return out
+
+
+def both_errors(
+    a: Tensor, plain: Tensor, parts: Tensor, w: Tensor, target: Tensor, share: Tensor
+) -> tuple[Tensor, Tensor]:  # [N] each
+    """Errors of plain values, and of the weights w [N, K] with values that `parts` [N, K, Dv] holds times these."""
+    chosen = implementation("refit_steps", a.device, a)
+    result: tuple[Tensor, Tensor] = chosen.both_errors(a, plain, parts, w, target, share)
+    return result
 
 
 def columns(a: Tensor, b: Tensor) -> Tensor:  # [N, 1, Dv]
@@ -118,3 +150,9 @@ def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tens
     """
     result: Tensor = implementation("refit_steps", outputs.device, outputs).errors(outputs, mass, target, share)
     return result
+
+
+def mean_ridge(diagonal: Tensor, share: float) -> Tensor:  # [N, 1]
+    """A share of the mean of the diagonal [N, K], over the slots that are there."""
+    mean = diagonal.sum(-1, keepdim=True) / (diagonal > 0).sum(-1, keepdim=True).clamp_min(1)
+    return (share * mean).clamp_min(1e-12)
