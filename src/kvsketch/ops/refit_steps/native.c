@@ -69,7 +69,7 @@ void kvsketch_weight_steps(int64_t problems, int64_t rows, int64_t count, const 
     }
 }
 
-/* Conjugate gradients of one panel of columns, all [rows, COLUMNS], as dual_step of ops/refit_steps. */
+/* Conjugate gradients of one panel of columns, all [rows, COLUMNS], as dual_values of ops/refit_steps. */
 static void dual_steps(const float *matrix, int64_t rows, int64_t stride, float ridge, int64_t steps, float *residual,
                        float *moved, float *direction, float *image, float *product) {
     const Matrix all_rows = {matrix, rows, stride, 1};
