@@ -1,4 +1,4 @@
-"""Encoding in C, bit for bit that of the reference, and decoding."""
+"""Encoding in C, bit for bit that of the reference; decoding is the reference's own."""
 
 from __future__ import annotations
 
@@ -8,8 +8,11 @@ import functools
 import torch
 from torch import Tensor
 
-from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded, CodedSlots
+from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded
+from kvsketch.ops.codec.reference import decode
 from kvsketch.ops.common.native import fits, program
+
+__all__ = ["decode", "encode", "encode_into", "encode_rows", "supported"]
 
 
 class NativeCodec(ctypes.Structure):
@@ -45,17 +48,6 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
         codes.data_ptr(), codec.code_bytes, steps.data_ptr(), STEP_DTYPE.itemsize, None,
     )  # fmt: skip
     return Coded(codes, steps)
-
-
-def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
-    """See `CodedSlots.decoded`."""
-    exact, out = [slots.exact.float().contiguous(), slots.exact_at.int().contiguous()], torch.empty(slots.shape)
-    parts = [x.contiguous() for x in (slots.codes, slots.steps, slots.center.float())]
-    program("kvsketch_decode")(
-        ctypes.byref(native_codec(slots.codec)), *(x.data_ptr() for x in parts), slots.steps.numel(), slots.shape[2],
-        *(x.data_ptr() for x in exact), slots.exact.shape[2], out.data_ptr(),
-    )  # fmt: skip
-    return out.to(dtype)
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:

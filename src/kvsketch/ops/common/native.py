@@ -122,7 +122,6 @@ def _declared(loaded: ctypes.CDLL) -> ctypes.CDLL:
         "kvsketch_squared": (*(number,) * 3, pointer, number, pointer, pointer),
         "kvsketch_solved_values": (*(number,) * 4, pointer, pointer, number, *(pointer,) * 4, number, *(pointer,) * 3),
         "kvsketch_solved_room": (number,) * 3,
-        "kvsketch_decode": (*(pointer,) * 4, number, number, pointer, pointer, number, pointer),
         "kvsketch_take_rows": (*(number,) * 5, *(pointer,) * 4, number, number, pointer),
         "kvsketch_encode": (*(pointer,) * 4, number, number, pointer, number, pointer, number, pointer),
         "kvsketch_write_token": (pointer, pointer, *(number,) * 5, *(pointer,) * 7),
