@@ -117,7 +117,10 @@ def of_streams() -> Iterator[tuple[Cell, str]]:
 
 def of_choosing() -> Iterator[tuple[Cell, str]]:
     for line in lines(ROOT / "docs" / "choosing.md"):
-        written, _, budget = line.cells.get("write", "").replace(":replay=exact", "").partition(":budget=")
+        method, *options = line.cells.get("write", "").split(":")
+        budget = "".join(each.partition("=")[2] for each in options if each.startswith("budget="))
+        others = [each for each in options if not each.startswith(("budget=", "bytes=", "replay=exact"))]
+        written = ":".join([method, *others])
         share = next((share for words, share in SHARES.items() if line.cells["you need"].startswith(words)), "all")
         for task, number in zip(("lines 200", "lines 600"), NUMBER.findall(line.cells["right answers"]), strict=False):
             if written == "rehearse":
