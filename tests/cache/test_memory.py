@@ -6,6 +6,7 @@ from fractions import Fraction
 
 import pytest
 import torch
+from transformers import LlamaConfig
 
 import kvsketch
 from kvsketch import CompressedCache, prefill
@@ -151,6 +152,15 @@ def test_fewer_bytes_have_fewer_bits_unless_bits_are_given() -> None:
     assert shares == sorted(shares) and len(set(shares)) == 4
     for method in chosen:
         assert kvsketch.parse_method(str(method)) == method == in_tokens(method, config)
+
+
+def test_shares_of_tokens_are_those_that_pages_name() -> None:
+    config = LlamaConfig(
+        hidden_size=1536, num_attention_heads=12, num_key_value_heads=2, head_dim=128, num_hidden_layers=28,
+        dtype=torch.bfloat16,
+    )  # fmt: skip
+    shares = [str(in_tokens(f"rehearse:bytes={share}", config).budget) for share in ("1/8", "1/16", "1/32")]
+    assert shares == ["41.8%", "25.7%", "13.6%"]  # docs/few_bits.md
 
 
 @pytest.mark.parametrize(

@@ -114,6 +114,15 @@ def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model:
     assert longer.add(TEXT).id == named.id
 
 
+def test_a_client_names_the_method_as_the_server_was_given_it(opened: Any) -> None:
+    asked = "h2o:bytes=1/2:sinks=2:recent=8"
+    store = opened(method=asked)
+    assert store.method.bytes is None and store.method.budget.share is not None
+    assert store.written(asked) == str(store.method) == store.written(str(store.method)) != asked
+    assert store.add(TEXT, method=asked).id == store.add(TEXT).id
+    assert (store.written("h2o:bytes=1/5000"), store.written("nonsense")) == ("h2o:bytes=1/5000", "nonsense")
+
+
 def test_a_client_names_no_file_of_the_server(opened: Any) -> None:
     with pytest.raises(ValueError, match="map=/etc/passwd names a file of the server; leave it out"):
         opened().add(TEXT, method="rehearse:replay=learned:map=/etc/passwd")

@@ -378,7 +378,7 @@ class Routes:
         else:
             raise ApiError(415, f"Content-Type {kind!r} is none of application/json, multipart/form-data", "bad_type")
         allowed = ("full", str(self.service.method))
-        if sent.method not in (None, *allowed):
+        if sent.method is not None and self.service.documents.written(sent.method) not in allowed:
             raise ApiError(
                 400, f"method={sent.method!r}: this server reads with {' or '.join(allowed)}", param="method"
             )

@@ -252,16 +252,26 @@ class DocumentStore:
         while len(self._loaded) > 1 and sum(each.device_bytes for each in self._loaded.values()) > self.most_bytes:
             self._loaded.popitem(last=False)
 
+    def written(self, method: str) -> str:
+        """A method that a client names as this server writes it, with tokens for a share of bytes; if it cannot be had,
+        as it was sent.
+        """
+        try:
+            return str(self._named(method))
+        except ValueError:
+            return method
+
+    def _named(self, method: str) -> Method:
+        # A client names a method; it does not make the server import one, nor open a file.
+        return in_tokens(parse_method(method, importing=False), self.model)
+
     # what changes
 
     def add(self, text: str, name: str = "", method: str | None = None) -> Document:
         """Takes a text and starts to read it; a text that is there already costs nothing. ValueError for one that
         cannot be read, Full when too many wait.
         """
-        # A client names a method; it does not make the server import one, nor open a file.
-        chosen = self.method
-        if method is not None:
-            chosen = in_tokens(parse_method(method, importing=False), self.model)
+        chosen = self.method if method is None else self._named(method)
         if method is not None and (file := getattr(chosen, "map", "")):
             raise ValueError(f"map={file} names a file of the server; leave it out")
         if not text.strip():
