@@ -139,16 +139,29 @@ static inline Lanes exponential(Lanes x) {
     return (Lanes)(scaled & in_range);
 }
 
-/* 2^x for x < 127, no less than 2^-126; what is not a number stays so. */
+/* 2^x, no less than 2^-126, and of 127 or more something large; what is not a number stays so. */
+#if defined(__AVX512DQ__)
+static inline Lanes power_of_2(Lanes x) {
+    const __m512 clamped = _mm512_max_ps(_mm512_set1_ps(-126.0f), (__m512)x);
+    const Lanes f = (Lanes)_mm512_reduce_ps(clamped, _MM_FROUND_TO_NEG_INF); /* the fraction, in [0, 1) */
+    Lanes e = f * 0.00187757669f + 0.00898933969f;
+    e = e * f + 0.0558263175f;
+    e = e * f + 0.240153611f;
+    e = e * f + 0.693153083f;
+    e = e * f + 0.99999994f;
+    return (Lanes)_mm512_scalef_ps((__m512)e, clamped);
+}
+#else
 static inline Lanes power_of_2(Lanes x) {
     const Lanes magic = all(12582912.0f);
-    x = largest(all(-126.0f), x);
+    x = largest(all(-126.0f), smallest(all(126.0f), x));
     const Lanes whole = x + magic;
     const Lanes f = x - (whole - magic), ff = f * f;
     const Lanes low = f * 0.693146944f + 1.0f, middle = f * 0.0555071309f + 0.240221202f;
     const Lanes high = f * 0.00132764713f + 0.00967554096f;
     return (Lanes)((Integers)(low + ff * (middle + ff * high)) + ((Integers)whole << 23));
 }
+#endif
 
 /* Levels of a code minus half of their range, as `levels_of` of ops/codec unpacks them. */
 static inline void unpack(float *restrict z, const uint8_t *restrict codes, int64_t size, int bits) {

@@ -74,9 +74,12 @@ static void powers_of_panel(float *to, int64_t stride, Matrix matrix, const floa
     for (int64_t row = 0; row < matrix.count; row += ROWS) {
         Lanes sums[ROWS][ACROSS] = {{{0}}};
         multiply_tile(sums, matrix, row, panel, size);
+/* Unrolled, the sums stay in registers. */
+#pragma GCC unroll 8
         for (int r = 0; r < ROWS; r++)
+#pragma GCC unroll 4
             for (int i = 0; i < ACROSS; i++) {
-                const Lanes term = power_of_2(smallest(all(126.0f), sums[r][i] - all(origin[row + r])));
+                const Lanes term = power_of_2(sums[r][i] - all(origin[row + r]));
                 store(to + (row + r) * stride + i * LANES, term);
                 totals[row + r] += term;
             }

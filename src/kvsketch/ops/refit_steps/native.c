@@ -198,11 +198,16 @@ static inline void add_products(double *to, int64_t stride, double sign, const d
         }
 }
 
-/* Columns of x [rows, count] in panels [rows, BLOCK] of float64; 0 behind the last. */
+/* Columns of x [rows, count] in panels [rows, BLOCK] of float64; 0 behind the last. Rows are read one after the other. */
 static void pack_doubles(double *panels, const float *x, int64_t rows, int64_t count) {
-    for (int64_t first = 0; first < count; first += BLOCK)
-        for (int64_t row = 0; row < rows; row++, panels += BLOCK)
-            for (int64_t i = 0; i < BLOCK; i++) panels[i] = first + i < count ? x[row * count + first + i] : 0.0;
+    for (int64_t row = 0; row < rows; row++, x += count) {
+        double *to = panels + row * BLOCK;
+        for (int64_t first = 0; first < count; first += BLOCK, to += rows * BLOCK)
+            if (first + BLOCK <= count)
+                for (int64_t i = 0; i < BLOCK; i++) to[i] = x[first + i];
+            else
+                for (int64_t i = 0; i < BLOCK; i++) to[i] = first + i < count ? x[first + i] : 0.0;
+    }
 }
 
 /* gram = A'A in float64 of `problems` matrices a [rows, count], `apart` numbers from one to the next; count: whole
