@@ -227,13 +227,13 @@ def test_folding_adds_a_slot_to_the_one_with_its_key() -> None:
     torch.testing.assert_close(result.values[0, 1], v[0, 1])
 
 
-def changes(chunks: list[range], folds: bool) -> Changes:
-    """The refit of two heads of 30 tokens, of which those of the chunks come again; every third stays."""
+def changes(chunks: list[range], folds: bool, stays: range = range(0, 30, 3)) -> Changes:
+    """The refit of two heads of 30 tokens, of which those of the chunks come again."""
     torch.manual_seed(0)
     keys, values, queries = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(2, 30, 64, 8)
     worth, most = torch.rand(2, 30), max(map(len, chunks))
     places = torch.tensor([[*chunk, *[-1] * (most - len(chunk))] for chunk in chunks])
-    marks = torch.stack([(places >= 0) & (places % 3 == 0), places >= 0]).unsqueeze(1).expand(-1, 2, -1, -1)
+    marks = torch.stack([torch.isin(places, torch.tensor(stays)), places >= 0]).unsqueeze(1).expand(-1, 2, -1, -1)
     asked = queries[:, [chunk[0] for chunk in chunks]]
     layer = LayerProblems(asked, keys, None, values, worth, places, marks, 0.3, None, 0)
     return refit_layers([layer], marks.sum(-1).unsqueeze(1), folds)[0]
@@ -247,6 +247,14 @@ def test_a_chunk_is_refitted_alone_beside_a_longer_one(folds: bool) -> None:
     order, wanted = together.place.argsort(), _joined(first, second).place.argsort()
     torch.testing.assert_close(result[order], alone[wanted], atol=1e-3, rtol=1e-3)
     assert together.log_weights.abs().max() > 0.1, "weights were refitted"
+
+
+def test_a_cpu_leaves_heads_as_they_are_that_keep_nine_tenths() -> None:
+    kept, sizes = torch.tensor([0, 89, 90, 99, 100]), torch.full((5,), 100)
+    assert module.worth_it(kept, sizes, torch.device("cpu")).tolist() == [True, True, False, False, False]
+    assert module.worth_it(kept, sizes, torch.device("cuda")).tolist() == [True, True, True, True, False]
+    sizes_of = [len(changes([range(30)], folds, range(count)).place) for count in (26, 27) for folds in (False, True)]
+    assert sizes_of == [52, 52, 0, 54]
 
 
 def _joined(*parts: Changes) -> Changes:

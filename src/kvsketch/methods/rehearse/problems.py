@@ -1,7 +1,8 @@
 """The refits of all layers, heads and chunks of a rehearsal, sorted by what they keep and fitted many at a time.
 
 Heads keep very different numbers of tokens. Problems of about the same size are fitted together, whichever layers they
-come from, so that little is padded and few kernels are launched. Problems that keep everything or nothing are left out.
+come from, so that little is padded and few kernels are launched. Problems that keep everything or nothing are left out,
+and on a CPU those that keep nearly everything (`refit.worth_it`).
 Legend: as in `refit`; B batch rows, H KV heads, m tokens of the rehearsal, P chunks of it.
 """
 
@@ -14,7 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.rehearse.refit import Slots, fold, queries_of, refit, solved
+from kvsketch.methods.rehearse.refit import Slots, fold, queries_of, refit, solved, worth_it
 from kvsketch.ops.common.products import product
 from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.slots.tensors import rows_of, uploaded
@@ -59,7 +60,8 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
     device = layers[0].keys.device
     stays, there = torch.stack([layer.marks for layer in layers], 1)  # [L, B H, P, C]
     kept, sizes = counted
-    problems = ((kept > 0) & (kept < sizes)).nonzero()  # [n, 3]: layer, head, chunk
+    fitted = (kept > 0) & (kept < sizes if folds else worth_it(kept, sizes, device))
+    problems = fitted.nonzero()  # [n, 3]: layer, head, chunk
     counts = kept[tuple(problems.T)]
     # Those of one size, once they are padded, stay in the order of their layers: a batch has few layers to read.
     padded = -(-counts // STEP) * STEP
