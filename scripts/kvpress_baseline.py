@@ -39,6 +39,7 @@ import torch
 from tqdm import tqdm
 
 from kvsketch_lab import records
+from kvsketch_lab.lists import grouped
 
 SETTING = (
     "model",
@@ -243,9 +244,7 @@ def asked(options: argparse.Namespace) -> None:
     """The questions of an experiment, in its own records; a share of the bytes is one of the tokens."""
     experiment = made(options.experiment)
     experiment.open()
-    texts: dict[Any, list[Any]] = {}
-    for cell in experiment.cells():
-        texts.setdefault((cell.seed, experiment.text_of(cell)), []).append(cell)
+    texts = grouped(experiment.cells(), lambda cell: (cell.seed, experiment.text_of(cell)))
     for cells in tqdm(texts.values(), unit="text", disable=None):
         for press in options.presses.split(","):
             for budget in experiment.options.bytes.split(",") if press != "none" else [""]:

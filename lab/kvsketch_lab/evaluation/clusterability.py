@@ -30,7 +30,7 @@ from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell
-from kvsketch_lab.evaluation.result_table import evenly
+from kvsketch_lab.lists import evenly, grouped
 from kvsketch_lab.options import option
 from kvsketch_lab.records import Estimate, mean, mean_over_texts
 
@@ -182,10 +182,8 @@ class Clusterability(LayerExperiment):
 
 def run_means(cells: Sequence[dict[str, Any]]) -> list[float]:
     """Mean query norm of each run of tokens over the given layers; layers of one text are not independent samples."""
-    texts: dict[tuple[str, int], list[list[float]]] = {}
-    for each in cells:
-        texts.setdefault((each["sample"], each["seed"]), []).append(each["query_norm"]["runs"])
-    return [mean(run) for layers in texts.values() for run in zip(*layers, strict=True)]
+    texts = grouped(cells, lambda each: (each["sample"], each["seed"])).values()
+    return [mean(run) for own in texts for run in zip(*(each["query_norm"]["runs"] for each in own), strict=True)]
 
 
 def _fall(radius: dict[str, list[float]]) -> float:

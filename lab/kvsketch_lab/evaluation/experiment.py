@@ -38,6 +38,7 @@ from kvsketch.methods.budget import Size
 from kvsketch.models.identity import model_sha256
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import result_table
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import Options, option
 from kvsketch_lab.records import FAILED, Estimate, nested_mean, text_of
 
@@ -194,10 +195,7 @@ class Experiment(ABC):
 
     def groups(self) -> Iterable[list[Cell]]:
         """Cells that are measured together."""
-        result: dict[Hashable, list[Cell]] = {}
-        for cell in self.cells():
-            result.setdefault(self.alike(cell), []).append(cell)
-        return result.values()
+        return grouped(self.cells(), self.alike).values()
 
     def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
         """What the data of records, none of which failed, say of `metric` together; its interval draws texts."""

@@ -24,7 +24,7 @@ steps as the others; its deviation is rounding noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +40,7 @@ from kvsketch_lab.evaluation import experiment, passages, runner
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option
 from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs, largest
 from kvsketch_lab.evaluation.prefill import streamed_prefill
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import option
 from kvsketch_lab.records import Estimate, perplexity_deviation
 
@@ -176,7 +177,7 @@ class Perplexity(experiment.Experiment):
         prefilled = None if self.options.chunk else shared_prefill(self.model, read)
         scored = slice(position + 1, position + 1 + steps)
         expected = full_log_probs(self.model, ids[:, : scored.stop - 1], position)
-        for asked in _by_cache(cells):
+        for asked in grouped(cells, _through_one_cache).values():
             seed = asked[0].cache_seed
             # The rows of a cache draw the same numbers, so a method that draws any reads one text at a time.
             rows = [names.index(asked[0].sample)] if _drawn(asked[0]) else list(range(len(names)))
@@ -219,14 +220,6 @@ def _through_one_cache(cell: Cell) -> tuple[Any, ...]:
 def _drawn(cell: Cell) -> Data:
     """What the record says of the random numbers of the cell's cache, if there are any."""
     return {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
-
-
-def _by_cache(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that share a cache."""
-    result: dict[Hashable, list[Cell]] = {}
-    for cell in cells:
-        result.setdefault(_through_one_cache(cell), []).append(cell)
-    return list(result.values())
 
 
 command, main = runner.commands(Perplexity)

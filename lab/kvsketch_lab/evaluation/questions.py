@@ -33,6 +33,7 @@ from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
 from kvsketch_lab.evaluation.prefill import rows_that_fit, streamed_prefill
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import option
 
 LARGEST_BATCH = 64
@@ -151,20 +152,18 @@ class QuestionExperiment(Experiment):
         return (*super().setting, ("max_new_tokens", options.max_new_tokens), *ways, *streamed)
 
     def groups(self) -> Iterable[list[Cell]]:
-        alike: dict[Hashable, dict[Hashable, list[Cell]]] = {}
-        for cell in self.cells():
-            way = _way(cell)
-            text = self.text_of(cell) if way == UNSEEN else cell.sample
-            alike.setdefault((cell.seed, way, self.batch_key(cell)), {}).setdefault(text, []).append(cell)
         size = self.options.batch or LARGEST_BATCH
-        for texts in alike.values():
+        for alike in grouped(self.cells(), lambda cell: (cell.seed, _way(cell), self.batch_key(cell))).values():
+            texts = grouped(alike, self._prompt_name)
             for some in _chunks(list(texts.values()), size):
                 yield [cell for cells in some for cell in cells]
 
+    def _prompt_name(self, cell: Cell) -> str:
+        """What is compressed before the question of a cell is fed: its text, or its whole prompt."""
+        return self.text_of(cell) if _way(cell) == UNSEEN else cell.sample
+
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        alike: dict[tuple[Any, ...], list[Cell]] = {}
-        for cell in cells:
-            alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
+        alike = grouped(cells, lambda cell: (cell.sample, cell.seed, cell.setting))
         texts: dict[tuple[int, ...], list[Asked]] = {}
         for own in alike.values():
             question = self.aligned(self.ask(own[0]))
@@ -224,7 +223,7 @@ class QuestionExperiment(Experiment):
     ) -> list[tuple[Cell, dict[str, Any]]]:
         """The outcomes of the questions about some rows of a batch with one method at one budget, of one cache."""
         first = asked[0].cells[0]
-        seed = cache_seed(first.seed, self.text_of(first) if _way(first) == UNSEEN else first.sample)
+        seed = cache_seed(first.seed, self._prompt_name(first))
         try:
             outcomes = self._answers(prompts, rows, asked, seed, size)
         except Exception as error:
@@ -344,10 +343,7 @@ def _left_padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
 
 def _of_equal_length(asked: Sequence[Asked], size: int) -> Iterator[list[int]]:
     """Numbers of questions that can be fed together: with as many tokens, at most `size` of them."""
-    alike: dict[int, list[int]] = {}
-    for number, each in enumerate(asked):
-        alike.setdefault(len(each.after), []).append(number)
-    for numbers in alike.values():
+    for numbers in grouped(range(len(asked)), lambda number: len(asked[number].after)).values():
         yield from _chunks(numbers, size)
 
 

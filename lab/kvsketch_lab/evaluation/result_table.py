@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
 
 from kvsketch_lab import columns
+from kvsketch_lab.lists import evenly, grouped
 from kvsketch_lab.records import FAILED, interval_text, mean
 
 if TYPE_CHECKING:
@@ -33,7 +34,7 @@ def table(of: Experiment, data: Sequence[Data]) -> Table:
     result = Table(title=of.name)
     for name in (*of.rows, *numbers):
         result.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
-    groups = _grouped(data, of.rows)
+    groups = grouped(data, lambda each: tuple(str(each[name]) for name in of.rows))
     for key, cells in [*groups.items(), *([(("all",), data)] if of.rows == LAYER else [])]:
         right = [each | of.shown(each) for each in cells if FAILED not in each and of.metric in each]
         parts = [[each for each in right if each[of.by] == value] for value in values]
@@ -44,23 +45,11 @@ def table(of: Experiment, data: Sequence[Data]) -> Table:
     return result
 
 
-def evenly(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many of the items, from the first to the last."""
-    return list(items) if len(items) <= most else [items[(len(items) - 1) * at // (most - 1)] for at in range(most)]
-
-
 def _text(of: Experiment, data: Sequence[Data], interval: bool = True) -> str:
     if not data:
         return "-"
     estimate = of.estimate(data)
     return interval_text(estimate, of.form) if interval else format(estimate.value, of.form)
-
-
-def _grouped(data: Iterable[Data], names: Sequence[str]) -> dict[tuple[str, ...], list[Data]]:
-    result: dict[tuple[str, ...], list[Data]] = {}
-    for each in data:
-        result.setdefault(tuple(str(each[name]) for name in names), []).append(each)
-    return result
 
 
 def _means(data: Sequence[Data]) -> dict[str, float]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Record
 from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, usual_steps
 from kvsketch_lab.report.canvas import WIDEST, legend, line_style, new_figure
@@ -32,9 +33,7 @@ def draw(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
 def _decode(data: list[Data]) -> Any:
     last = {(d["method"], d["batch"]): d for d in usual_steps(data) if d["step_ms"] and d["method"] != DYNAMIC}
     longest = max(d["prompt"] for d in last.values())
-    methods: dict[str, list[Data]] = {}
-    for d in sorted(last.values(), key=lambda d: d["batch"]):
-        methods.setdefault(d["method"], []).append(d)
+    methods = grouped(sorted(last.values(), key=lambda d: d["batch"]), lambda d: str(d["method"]))
     figure, (left, right) = new_figure(WIDEST, 6.0, 1, 2)
     shown = looks(without_budget(method) for method in methods)
     for method, line in methods.items():

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import (
     FAILED,
     Estimate,
@@ -92,10 +93,9 @@ def cells_of(own: Iterable[Record]) -> list[Cell]:
 
 def _in_one_column(measured: Sequence[Cell]) -> list[Cell]:
     """The same, with what a method takes on all tasks: one that takes no budget stands in one column."""
-    taken: dict[tuple[str, str, str], list[float]] = {}
-    for cell in measured:
-        taken.setdefault((cell.model, cell.method, cell.budget), []).append(cell.bytes)
-    return [replace(cell, typical=mean(taken[cell.model, cell.method, cell.budget])) for cell in measured]
+    taken = grouped(measured, lambda cell: (cell.model, cell.method, cell.budget))
+    typical = {key: mean([cell.bytes for cell in own]) for key, own in taken.items()}
+    return [replace(cell, typical=typical[cell.model, cell.method, cell.budget]) for cell in measured]
 
 
 def comparable(measured: Sequence[Cell]) -> list[Cell]:
@@ -394,11 +394,9 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
 def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
     from matplotlib.ticker import NullLocator
 
-    curves: dict[str, list[Cell]] = {}
-    for cell in own:
-        # Forms of the full cache in few bits are points of one curve.
-        name = f"{FULL}, few bits" if cell.method.startswith(f"{FULL}:") else cell.method
-        curves.setdefault(name, []).append(cell)
+    # Forms of the full cache in few bits are points of one curve.
+    few_bits = f"{FULL}, few bits"
+    curves = grouped(own, lambda cell: few_bits if cell.method.startswith(f"{FULL}:") else cell.method)
     for name in sorted(curves, key=order):
         members = sorted(curves[name], key=lambda cell: cell.bytes)
         look = shown[members[0].method]

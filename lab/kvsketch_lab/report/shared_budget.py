@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import stdev
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Estimate, budget_value, interval_text, mean, mean_over_texts
 from kvsketch_lab.records.held_out import is_held_out_text
 from kvsketch_lab.report import blocks
@@ -96,11 +97,10 @@ def steps(data: Iterable[Data]) -> str:
 
 def by_text(data: Iterable[Data], model: str, method: str, budget: str, field: str) -> dict[str, float]:
     """The error of a contender on each text, in the mean over seeds."""
-    found: dict[str, list[float]] = {}
-    for each in held_out(data):
-        if (model_name(each), each["method"], each["budget"]) == (model, method, budget):
-            found.setdefault(each["sample"], []).append(each[field])
-    return {text: mean(values) for text, values in found.items()}
+    wanted = (model, method, budget)
+    own = [each for each in held_out(data) if (model_name(each), each["method"], each["budget"]) == wanted]
+    by_sample = grouped(own, lambda each: str(each["sample"]))
+    return {text: mean([each[field] for each in seeds]) for text, seeds in by_sample.items()}
 
 
 def quotient(data: Sequence[Data], model: str, pair: tuple[str, str], budget: str, field: str) -> Estimate | None:
@@ -159,10 +159,9 @@ def tally(data: Sequence[Data], one: str, other: str, field: str = LATER) -> str
 
 def seed_spread(data: Iterable[Data]) -> str:
     """The largest standard deviation over seeds of a contender on one text, as a share of its error."""
-    found: dict[tuple[str, ...], list[float]] = {}
-    for each in held_out(data):
-        found.setdefault((model_name(each), each["sample"], each["method"], each["budget"]), []).append(each[LATER])
-    shares = [stdev(values) / mean(values) for values in found.values() if len(values) > 1]
+    same = grouped(held_out(data), lambda each: (model_name(each), each["sample"], each["method"], each["budget"]))
+    errors = [[each[LATER] for each in seeds] for seeds in same.values() if len(seeds) > 1]
+    shares = [stdev(values) / mean(values) for values in errors]
     return f"{max(shares):.1%}" if shares else NOTHING
 
 
