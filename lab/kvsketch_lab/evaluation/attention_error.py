@@ -19,7 +19,7 @@ from kvsketch.compare import budgets
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import passages, runner
 from kvsketch_lab.evaluation.attention_protocol import (
     ORACLE,
     PREFIX,
@@ -30,6 +30,7 @@ from kvsketch_lab.evaluation.attention_protocol import (
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import (
     Cell,
+    apart,
     budgets_option,
     methods_option,
     model_option,
@@ -115,20 +116,18 @@ class AttentionError(LayerExperiment):
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         layers = self.captured(cells[0].sample)
-        for cell in cells:
-            try:
-                rate = rate_of(cell.budget)
-                outcomes = {
-                    str(index): measure(
-                        cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed
-                    )._asdict()
-                    for index, layer in layers.items()
-                }
-                outcome = summary(cell.method, rate, outcomes) | _memory(layers, outcomes)
-                outcome |= {"cache_seed": cell.cache_seed} if _has_chance(cell.method) else {}
-            except (ValueError, RuntimeError) as error:
-                outcome = experiment.failure(error)
-            yield cell, outcome
+        return apart(cells, lambda cell: self._outcome(cell, layers))
+
+    def _outcome(self, cell: Cell, layers: dict[int, Captured]) -> dict[str, Any]:
+        rate = rate_of(cell.budget)
+        outcomes = {
+            str(index): measure(cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed)._asdict()
+            for index, layer in layers.items()
+        }
+        full = sum(t.nbytes for layer in layers.values() for t in (layer.keys, layer.values))
+        result = summary(cell.method, rate, outcomes)
+        result |= {"device_bytes": result["bytes"], "host_bytes": 0, "full_bytes": full}
+        return result | ({"cache_seed": cell.cache_seed} if _has_chance(cell.method) else {})
 
 
 def rate_of(budget: str) -> int:
@@ -149,13 +148,6 @@ def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[s
         "bytes": sum(o["bytes"] for o in outcomes.values()),
         "outcomes": outcomes,
     }
-
-
-def _memory(layers: dict[int, Captured], outcomes: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Bytes of the tables of the measured layers, and of all their tokens."""
-    held = sum(o["bytes"] for o in outcomes.values())
-    full = sum(t.nbytes for layer in layers.values() for t in (layer.keys, layer.values))
-    return {"device_bytes": held, "host_bytes": 0, "full_bytes": full}
 
 
 def _has_chance(text: str) -> bool:

@@ -29,11 +29,11 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode import captured
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import passages, runner
 from kvsketch_lab.evaluation.attention_protocol import Captured, capture, relative_error
 from kvsketch_lab.evaluation.bit_stores import Store, store
 from kvsketch_lab.evaluation.captures import full_attention_layers
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
 from kvsketch_lab.evaluation.next_token import STEPS_WORTH_CAPTURING, Reading, losses
 from kvsketch_lab.options import option
 from kvsketch_lab.records import mean
@@ -105,12 +105,7 @@ class Bits(Experiment):
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         first = passages.names(self.options.texts)[0]
         texts = Texts(self.model, self.tokenizer, cells[0].sample, self.options)
-        for cell in cells:
-            try:
-                outcome = texts.outcome(store(cell.method, self.model.config), timed=cell.sample == first)
-            except Exception as error:
-                outcome = experiment.failure(error)
-            yield cell, outcome
+        return apart(cells, lambda cell: texts.outcome(store(cell.method, self.model.config), cell.sample == first))
 
 
 class Texts:

@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -253,6 +253,16 @@ class Experiment(ABC):
 def failure(error: BaseException) -> dict[str, Any]:
     """The outcome of a cell that failed."""
     return {FAILED: f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def apart(cells: Iterable[Cell], outcome: Callable[[Cell], dict[str, Any]]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """The outcome of each cell; one that fails leaves the others as they are."""
+    for cell in cells:
+        try:
+            result = outcome(cell)
+        except Exception as error:
+            result = failure(error)
+        yield cell, result
 
 
 def parse_numbers(text: str, flag: str) -> list[int]:

@@ -30,8 +30,8 @@ from kvsketch.cache.promise import LENGTH, chunks, likelihoods
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import chat_frame, document_ids, repeat_instruction
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import experiment, line_records, passages, runner
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
+from kvsketch_lab.evaluation import line_records, passages, runner
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
 from kvsketch_lab.evaluation.lines import OPENING
 from kvsketch_lab.options import option
 
@@ -75,11 +75,7 @@ class Promises(Experiment):
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         text = Text(self, cells[0])
-        for cell in cells:
-            try:
-                yield cell, text.outcome(cell.method)
-            except Exception as error:
-                yield cell, experiment.failure(error)
+        return apart(cells, lambda cell: text.outcome(cell.method))
 
 
 class Text:

@@ -41,7 +41,7 @@ from kvsketch.methods.rehearse import QUERIES
 from kvsketch.methods.replay import Replay
 from kvsketch.methods.waiting import Waiting
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import passages, runner
 from kvsketch_lab.evaluation.attention_error import rate_of
 from kvsketch_lab.evaluation.attention_protocol import (
     PREFIX,
@@ -53,7 +53,7 @@ from kvsketch_lab.evaluation.attention_protocol import (
     relative_error,
 )
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
-from kvsketch_lab.evaluation.experiment import Cell, budgets_option, methods_option, model_option
+from kvsketch_lab.evaluation.experiment import Cell, apart, budgets_option, methods_option, model_option
 from kvsketch_lab.evaluation.mixtures import Mixture, parse_contender
 from kvsketch_lab.options import option
 
@@ -135,12 +135,7 @@ class SharedBudget(LayerExperiment):
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         layers = list(self.captured(cells[0].sample).values())
         self._start(cells[0].sample, layers)
-        for cell in cells:
-            try:
-                outcome = self._outcome(cell, layers)
-            except (ValueError, RuntimeError) as error:
-                outcome = experiment.failure(error)
-            yield cell, outcome
+        yield from apart(cells, lambda cell: self._outcome(cell, layers))
 
     @property
     def _angles(self) -> tuple[float, ...]:
