@@ -12,7 +12,7 @@ from kvsketch import models
 from kvsketch.models import texts
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import attention_error, attention_protocol, experiment
-from kvsketch_lab.evaluation.attention_protocol import ORACLE, Captured, Protocol
+from kvsketch_lab.evaluation.attention_protocol import ORACLE, PREFIX, Captured, Protocol
 from tests.helpers import zoo
 from tests.helpers.common import bounded
 
@@ -61,7 +61,7 @@ def test_reading_everything_is_exact(layers: dict[int, Captured], text: str) -> 
 def test_a_part_is_read_and_the_error_is_not_zero(layers: dict[int, Captured], text: str) -> None:
     outcome = attention_protocol.measure(text, 4, layers[1], QUERIES)
     assert 1e-4 < outcome.error < 2.0
-    assert outcome.tokens_read <= attention_protocol.reads(480 - QUERIES, 4)
+    assert outcome.tokens_read <= PREFIX.reads(480 - QUERIES, 4)
 
 
 def test_positions_in_the_cache_are_refused(layers: dict[int, Captured]) -> None:
@@ -83,8 +83,8 @@ def test_the_oracle_is_better_than_what_reads_as_many_tokens(layers: dict[int, C
 def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) -> None:
     layer = layers[1]
     context = 480 - QUERIES
-    recent = attention_protocol.reads(context, 4) - attention_protocol.SINKS
-    kept = [*range(attention_protocol.SINKS), *range(context - recent, context)]
+    recent = PREFIX.reads(context, 4) - PREFIX.sinks
+    kept = [*range(PREFIX.sinks), *range(context - recent, context)]
     queries = layer.queries[:, :, context:].double()
     keys, values = (t[:, :, :context].double().repeat_interleave(2, 1) for t in (layer.keys, layer.values))
 

@@ -56,8 +56,6 @@ class Protocol(NamedTuple):
 PREFIX = Protocol("prefix", 16, 64, causal=False)
 BALANCEKV = Protocol("balancekv", 256, 256, causal=True)
 PROTOCOLS = {protocol.name: protocol for protocol in (PREFIX, BALANCEKV)}
-SINKS, RECENT = PREFIX.sinks, PREFIX.recent
-reads = PREFIX.reads
 
 
 class Captured(NamedTuple):

@@ -25,17 +25,13 @@ from kvsketch.cache import rotary
 from kvsketch.methods import InfiniGen
 from kvsketch.slots.table import ExactTable, SlotTable
 from kvsketch_lab.evaluation import runner
+from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import Cell, budgets_option
 from kvsketch_lab.evaluation.selections import budget_tokens
 from kvsketch_lab.options import option
 
-
-class Asked(NamedTuple):
-    """What a layer computed for a text: queries [1, Hq, n, D] and keys [1, H, n, D]."""
-
-    queries: Tensor
-    keys: Tensor
+Pair = tuple[Captured, Captured]  # what a layer and the one before it computed for a text
 
 
 class Query(NamedTuple):
@@ -55,9 +51,7 @@ QUERIES = {
 
 
 @torch.no_grad()
-def recall(
-    layers: tuple[Asked, Asked], query: Query, angles: tuple[float, ...], budget: int, steps: int, ratio: float = 0.2
-) -> float:
+def recall(layers: Pair, query: Query, angles: tuple[float, ...], budget: int, steps: int, ratio: float = 0.2) -> float:
     """Share of its true best tokens that the second of two layers reads in the last `steps` tokens."""
     method = InfiniGen(budget=budget, skip_layers=0, alpha=1e6, ratio=ratio, speculate=query.speculate)
     tables = [ExactTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
@@ -76,11 +70,11 @@ def recall(
     return sum(result) / len(result)
 
 
-def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
+def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: Pair, step: int) -> Tensor:
     """One token through both layers; the tokens that each query head of the second reads, [Hq, budget]."""
     rows: Tensor | None = None
     for table, layer in zip(tables, layers, strict=True):
-        asked, key = (tensor[:, :, step : step + 1] for tensor in layer)
+        asked, key = (tensor[:, :, step : step + 1] for tensor in (layer.queries, layer.keys))
         table.append(key, key)
         method.attend(table, asked.contiguous())
         rows = method.rows_chosen(table, asked.contiguous())
@@ -89,7 +83,7 @@ def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: tuple[Asked, A
     return rows[0]
 
 
-def _share_found(rows: Tensor, layer: Asked, step: int, count: int) -> float:
+def _share_found(rows: Tensor, layer: Captured, step: int, count: int) -> float:
     group = layer.queries.shape[1] // layer.keys.shape[1]
     scores = layer.queries[0, :, step : step + 1] @ layer.keys[0, :, :step].repeat_interleave(group, 0).mT
     best = scores.squeeze(1).topk(min(count, step)).indices
@@ -149,7 +143,7 @@ class Speculation(LayerExperiment):
             query, budget = QUERIES[cell["query"]], budget_tokens(cell.budget, self.options.tokens)
             result = {}
             for layer in self.layers:
-                pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
+                pair = captured[layer - 1], captured[layer]
                 result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
             yield cell, {"recall": sum(result.values()) / len(result), "layers": result}
 
