@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.compare.budgets import sized, with_budget
+from kvsketch.compare.budgets import sized
 from kvsketch.compare.shared_prefill import memory
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -78,11 +78,10 @@ class TokenLife(Experiment):
         document = texts.passkey_document(self.tokenizer, options.tokens, options.depth, cell.seed)
         ids = document.input_ids.to(self.model.device)
         words = [self.tokenizer.decode([token]) for token in ids[0].tolist()]
-        share = str(Size.parse(cell.budget).of(ids.shape[1])) if cell.budget else ""
-        in_tokens = cell if options.budgets_in == "bytes" else dataclasses.replace(cell, budget=share)
-        text, facts = with_budget(in_tokens.method, in_tokens.budget), dict[str, Any]()
-        if options.budgets_in == "bytes":
-            text, facts = sized(self.model, cell.method, cell.budget, ids.shape[1], "bytes")
+        budget = cell.budget
+        if budget and options.budgets_in == "tokens":
+            budget = str(Size.parse(budget).of(ids.shape[1]))
+        text, facts = sized(self.model, cell.method, budget, ids.shape[1], options.budgets_in)
         reads: Reads = {}
         method = noting_reads(parse_method(text), reads)
         cache = CompressedCache(self.model, method, seed=cell.cache_seed)
