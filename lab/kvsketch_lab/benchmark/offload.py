@@ -132,7 +132,7 @@ class Offload(CheckedBenchmark):
             yield from ({"method": method, "batch": batch, "prompt": self.prompt} for batch in self.batches)
 
     def measure(self, method: str, batch: int, prompt: int) -> Iterator[Fields]:
-        row: Fields = {"shape": self.timed, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
+        row: Fields = {"shape": self.model, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
         row |= {**dict.fromkeys(OUTCOMES), "checked_tokens": self.check_tokens, FAILED: None}
         row["checked_layers"] = self.checked.config.num_hidden_layers
         if not self.right(method):

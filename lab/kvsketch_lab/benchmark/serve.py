@@ -150,7 +150,7 @@ class Serve(ShapeBenchmark):
     def measure(self, method: str) -> Iterator[Fields]:
         self.on.free()
         began = time.monotonic()
-        row: Fields = {"shape": self.timed, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
+        row: Fields = {"shape": self.model, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
         row["layers"] = self.built.config.num_hidden_layers
         row |= {"tail": self.tail} if self.tail else {}
         reason = alone(self.built, method) or check_tokens(self.checked, method)
