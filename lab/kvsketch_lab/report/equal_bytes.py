@@ -28,7 +28,7 @@ from kvsketch_lab.records import (
 from kvsketch_lab.records.held_out import is_held_out_seed, is_held_out_text
 from kvsketch_lab.report import blocks
 from kvsketch_lab.report.canvas import as_shares, curve, dress, grid, legend
-from kvsketch_lab.report.kinds import Data, estimate_of, model_name
+from kvsketch_lab.report.kinds import estimate_of, model_name
 from kvsketch_lab.report.palette import looks, order
 
 SHARES = ("1/4", "1/8", "1/16", "1/32")
@@ -142,7 +142,12 @@ def _tasks(record: Record) -> list[str]:
 def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
     model, task, method, budget, question = key
     data = [record["data"] for record in members]
-    tokens = [each["budget_tokens"] / each["prompt_tokens"] for each in data if _knows_tokens(each)]
+    by_task = grouped(data if members[0]["kind"] == "ruler" else [], lambda each: str(each["task"]))
+    tokens = [
+        each["budget_tokens"] / each["prompt_tokens"]
+        for each in data
+        if each.get("budget_tokens") and each.get("prompt_tokens")
+    ]
     return Cell(
         model,
         task,
@@ -153,12 +158,8 @@ def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
         len(members),
         mean([each["device_bytes"] / each["full_bytes"] for each in data]),
         mean(tokens) if tokens else None,
-        {name: mean([each["score"] for each in data if each["task"] == name]) for name in _ruler_tasks(members)},
+        {name: mean([each["score"] for each in own]) for name, own in by_task.items()},
     )
-
-
-def _knows_tokens(data: Data) -> bool:
-    return bool(data.get("budget_tokens") and data.get("prompt_tokens"))
 
 
 def _value(task: str, members: Sequence[Record]) -> Estimate:
@@ -166,11 +167,6 @@ def _value(task: str, members: Sequence[Record]) -> Estimate:
         return estimate_of(members)
     texts = [text_of(record["data"], record["seed"]) for record in members]
     return mean_over_texts([record["data"]["kl"] for record in members], texts)
-
-
-def _ruler_tasks(members: Sequence[Record]) -> list[str]:
-    """The RULER tasks that records are about."""
-    return list(dict.fromkeys(record["data"]["task"] for record in members if record["kind"] == "ruler"))
 
 
 def same_tasks(full: Cell, cell: Cell) -> float:
