@@ -93,22 +93,19 @@ class AttentionError(LayerExperiment):
         return list(dict.fromkeys(result))
 
     def cells(self) -> list[Cell]:
-        self._check_tokens()
+        tokens, kept = self.options.tokens, self.protocol.sinks + self.protocol.recent
+        if tokens - (0 if self.protocol.causal else self.queries) < 2 * kept:
+            raise ValueError(
+                f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
+            )
         layers = ",".join(map(str, self.layers))
-        added = (("protocol", self.protocol.name), ("tokens", self.options.tokens), ("queries", self.queries))
+        added = (("protocol", self.protocol.name), ("tokens", tokens), ("queries", self.queries))
         return [
             Cell(method, budget, name, seed, (*self.setting, *added, ("layers", layers)))
             for name in self.texts
             for method, budget in self.contenders
             for seed in (self.seeds if _has_chance(method) else self.seeds[:1])
         ]
-
-    def _check_tokens(self) -> None:
-        tokens, kept = self.options.tokens, self.protocol.sinks + self.protocol.recent
-        if tokens - (0 if self.protocol.causal else self.queries) < 2 * kept:
-            raise ValueError(
-                f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
-            )
 
     def alike(self, cell: Cell) -> Hashable:
         """The cells of one text and method; successive groups of one text share its forward."""

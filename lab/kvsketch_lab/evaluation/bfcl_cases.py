@@ -125,16 +125,14 @@ class Package:
         """A case with the results of its true calls, which are carried out here."""
         classes = tuple(entry["involved_classes"])
         functions = dict(self._functions(classes, entry.get("initial_config", {})))
-        tools = [_tool(doc) for name in classes for doc in _lines(self._docs(name))]
+        docs = [self._data(f"multi_turn_func_doc/{self._module(name)}.json") for name in classes]
+        tools = [_tool(doc) for path in docs for doc in _lines(path)]
         signatures = {name: inspect.signature(function) for name, function in functions.items()}
         turns = []
         for messages, calls in zip(entry["question"], self.answers[entry["id"]], strict=True):
             asked = "\n".join(message["content"] for message in messages)
             turns.append(Turn(asked, tuple(_carried_out(functions, call, entry["id"]) for call in calls)))
         return Case(entry["id"], classes, tools, tuple(turns), signatures)
-
-    def _docs(self, name: str) -> Path:
-        return self._data(f"multi_turn_func_doc/{self._module(name)}.json")
 
     def _module(self, name: str) -> str:
         if name not in self.modules:

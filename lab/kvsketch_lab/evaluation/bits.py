@@ -119,7 +119,7 @@ class Texts:
         self.layers = full_attention_layers(options.model)
         self.captured = self._captured(ids)
         self.exact, self.exact_again = self._logits(_full(model)), self._logits(_full(model), again=True)
-        self.full_bytes = sum(_held(layer) for layer in self.captured.values())
+        self.full_bytes = sum(t.nbytes for layer in self.captured.values() for t in (layer.keys, layer.values))
 
     @torch.no_grad()
     def _captured(self, ids: Tensor) -> dict[int, Captured]:
@@ -213,10 +213,6 @@ def _full(model: Any) -> Any:
     from transformers import DynamicCache
 
     return DynamicCache(config=model.config)
-
-
-def _held(layer: Captured) -> int:
-    return sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
 
 
 command, main = runner.commands(Bits)

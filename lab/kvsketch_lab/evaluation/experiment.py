@@ -51,6 +51,12 @@ def text_sha256(text: str) -> str:
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end an answer."""
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
+
+
 def model_option(default: str) -> Any:
     return option(default, "short name, folder, .gguf file or hub name")
 

@@ -185,7 +185,10 @@ class Perplexity(experiment.Experiment):
             method, budget = asked[0].method, asked[0].budget
             try:
                 text, facts = sized(self.model, method, budget, position, self.options.budgets_in)
-                cache = self._behind(prefilled, own, rows, seed, text)
+                if prefilled is None:
+                    cache = streamed_prefill(self.model, own, text, seed, self.options.chunk)[1]
+                else:
+                    cache = prefilled.rows(rows).cache(text, seed)
                 reading = Reading(self.model, cache, ids[rows, : scored.stop], position, expected[rows])
                 reading.to(scored.stop)
                 held = memory(cache) | facts
@@ -198,14 +201,6 @@ class Perplexity(experiment.Experiment):
                 result = summary(nll, full[row, scored], steps)
                 result |= {"kl": float(kl.double().mean()), "kl_largest": largest(kl)}
                 yield cell, result | held | _drawn(cell)
-
-    def _behind(
-        self, prefilled: Prefilled | None, read: dict[str, Tensor], rows: list[int], seed: int, text: str
-    ) -> CompressedCache:
-        """The cache of a method behind a prefill."""
-        if prefilled is None:
-            return streamed_prefill(self.model, read, text, seed, self.options.chunk)[1]
-        return prefilled.rows(rows).cache(text, seed)
 
     def estimate(self, data: Sequence[Data]) -> Estimate:
         """The deviation over all tokens; its interval draws runs of tokens."""

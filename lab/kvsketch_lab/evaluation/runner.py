@@ -82,7 +82,10 @@ def _counts(record: Record, options: ExperimentOptions) -> bool:
 def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
     """Measures the groups one after another, with the time left, and writes their records."""
     path, common = records_path(experiment), common_fields(experiment)
-    with records.Writer(path, common) as writer, _bar(experiment, groups) as bar:
+    # In a log, a line every half a minute.
+    seconds = 0.2 if sys.stderr.isatty() else 30.0
+    bar = tqdm(total=sum(map(len, groups)), unit="cell", mininterval=seconds, desc=experiment.name)
+    with records.Writer(path, common) as writer, bar:
         for group in groups:
             lost = None
             for cell, record in measure_group(experiment, group):
@@ -95,12 +98,6 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
                 bar.update()
             if lost is not None:
                 raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; run the same command again to continue")
-
-
-def _bar(experiment: Experiment, groups: list[list[Cell]]) -> tqdm:
-    # In a log, a line every half a minute.
-    seconds = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=sum(map(len, groups)), unit="cell", mininterval=seconds, desc=experiment.name)
 
 
 def start(experiment: type[Experiment], options: ExperimentOptions) -> int:
