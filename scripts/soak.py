@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -80,14 +79,6 @@ def generator(model: Any, cache: CompressedCache, prompt: torch.Tensor, tokens: 
     return step
 
 
-def resident_bytes() -> int | None:
-    """Memory of this process, where the system tells."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
-
-
 def soak(method: str, options: argparse.Namespace) -> dict[str, Any]:
     """The data of one method's record."""
     torch.set_num_threads(1)
@@ -142,7 +133,7 @@ def noted(cache: CompressedCache, tokens: int, seconds: float, device: str) -> d
         "device_bytes": cache.device_bytes,
         "host_bytes": cache.host_bytes,
         "allocated_bytes": torch.cuda.memory_allocated() if device == "cuda" else None,
-        "resident_bytes": resident_bytes(),
+        "resident_bytes": psutil.Process().memory_info().rss,
     }
 
 
