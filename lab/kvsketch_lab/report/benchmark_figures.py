@@ -12,7 +12,7 @@ from typing import Any
 
 from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Record
-from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, usual_steps
+from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, sizes, usual_steps
 from kvsketch_lab.report.canvas import WIDEST, legend, line_style, new_figure
 from kvsketch_lab.report.palette import looks, without_budget
 
@@ -79,11 +79,8 @@ def _dress(axes: Any, batches: list[int], label: str) -> None:
 
 
 def _kernels(data: list[Data]) -> Any:
-    sizes: dict[tuple[int, int], dict[str, Data]] = {}
-    for d in data:
-        if d["cache"] == "cold":
-            sizes.setdefault((d["batch"], d["slots"]), {})[d["contender"]] = d
-    complete = {size: by for size, by in sorted(sizes.items()) if "separate weights" in by}
+    cold = {(size["batch"], size["slots"]): size["by"] for size in sizes(data) if size["cache"] == "cold"}
+    complete = {size: by for size, by in cold.items() if "separate weights" in by}
     figure, (left, right) = new_figure(WIDEST, 4.4, 1, 2)
     names = [f"{batch} x {slots:,}" for batch, slots in complete]
     for place, contender in enumerate(("unweighted", "separate weights", *RIVALS)):

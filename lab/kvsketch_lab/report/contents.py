@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -110,10 +111,7 @@ def _failed_pictures(records: Sequence[Record]) -> list[str]:
 
 def _left_out(records: Sequence[Record]) -> list[str]:
     """Kinds of records that no section shows, such as benchmarks."""
-    counts: dict[tuple[str, str], int] = {}
-    for record in records:
-        if not is_shown(record):
-            counts[record["file"], record["kind"]] = counts.get((record["file"], record["kind"]), 0) + 1
+    counts = Counter((record["file"], record["kind"]) for record in records if not is_shown(record))
     return [
         f"{file}: {count} records of kind {kind!r} are of no experiment that this report shows"
         for (file, kind), count in sorted(counts.items())
@@ -165,7 +163,7 @@ def provenance(records: Iterable[Record]) -> list[Data]:
             run["seeds"].add(record["seed"])
     return [
         {
-            **{key: value for key, value in run.items() if key not in ("seeds", "dates")},
+            **run,
             "seeds": ", ".join(map(str, sorted(run["seeds"]))),
             "dates": _span(run["dates"]),
         }

@@ -137,11 +137,11 @@ def _pair(data: Sequence[Data], model: str, method: str, budget: str) -> str:
     return " / ".join(f"{mean(list(own.values())):.3f}" for own in found if own)
 
 
-def answers(data: Sequence[Data], model: str, field: str = LATER) -> str:
+def answers(data: Sequence[Data], model: str) -> str:
     """Quotients of errors, a row for each question, a column for each budget."""
     rows = []
     for question, pair in QUESTIONS.items():
-        found = [quotient(data, model, pair, budget, field) for budget in sizes(data)]
+        found = [quotient(data, model, pair, budget, LATER) for budget in sizes(data)]
         if any(found):
             rows.append([question, *(f"{interval_text(each)}, {verdict(each)}" if each else "" for each in found)])
     return blocks.table(["error over error", *sizes(data)], rows) if rows else NOTHING
