@@ -188,12 +188,12 @@ class Decode(CheckedBenchmark):
             "checked_layers": layers,
         }
 
-    def _dynamic(self, steps: int = 12) -> Fields:
+    def _dynamic(self) -> Fields:
         """transformers' own cache and loop body, eager: what a user has today."""
         prompt, cache = self.tokens[:, :CHECK_PROMPT], make_cache(self.built, None)
         token = self.built(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         times = []
-        for _ in range(steps):
+        for _ in range(12):
             self.on.synchronize()
             start = time.perf_counter()
             token = self.built(token, past_key_values=cache).logits[:, -1:].argmax(-1)
