@@ -205,7 +205,7 @@ class Experiment(ABC):
 
     def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
         """What the data of records, none of which failed, say of `metric` together; its interval draws texts."""
-        places = [(each[self.by],) if self.nested else () for each in data]
+        places = [each[self.by] if self.nested else "" for each in data]
         texts = [text_of(each, each["seed"]) for each in data]
         return nested_mean([each[self.metric] for each in data], texts, places)
 

@@ -169,7 +169,7 @@ def cell(records: Sequence[Record]) -> Cell:
     values = [float(record["data"][metric]) for record in records]
     texts = [text_of(record["data"], record["seed"]) for record in records]
     if records[0]["kind"] == "ruler":
-        value = nested_mean(values, texts, [(record["data"]["task"],) for record in records])
+        value = nested_mean(values, texts, [record["data"]["task"] for record in records])
     else:
         value = mean_over_texts(values, texts)
     return Cell(value, _chance(records))

@@ -164,7 +164,7 @@ def _summary_places(kind: Kind, data: Data) -> list[str]:
 
 def _task_estimate(members: Sequence[Observation]) -> Estimate:
     """A task is the mean of its questions, the average the mean of the tasks."""
-    places = [(str(each.data.get("task")),) for each in members]
+    places = [str(each.data.get("task")) for each in members]
     return nested_mean(values_of(members), [each.text for each in members], places)
 
 
