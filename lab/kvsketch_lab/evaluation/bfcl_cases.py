@@ -76,9 +76,7 @@ def bound(signature: inspect.Signature, places: tuple[Any, ...], names: dict[str
 
 
 def package_folder(place: str | None) -> Path:
-    """The folder `bfcl_eval`: in `place`, `place` itself, or of the installed package. ValueError that says how to get
-    it.
-    """
+    """The folder `bfcl_eval`: in `place`, `place` itself, or of the installed package."""
     if place is not None:
         for folder in (Path(place).expanduser() / PACKAGE, Path(place).expanduser()):
             if folder.name == PACKAGE and folder.is_dir():

@@ -89,9 +89,7 @@ class QuestionOptions(ExperimentOptions):
 
 
 class QuestionExperiment(Experiment):
-    """An experiment whose cells are questions: `questions` names them, `ask` makes the prompt of one, and `score`
-    judges an answer.
-    """
+    """An experiment whose cells are questions: `questions` names them, `ask` makes a prompt, `score` judges answers."""
 
     options: QuestionOptions
 
@@ -121,9 +119,7 @@ class QuestionExperiment(Experiment):
         return 0
 
     def text_of(self, cell: Cell) -> str:
-        """The name of the text that a cell asks about; cells that share one have the same tokens before their
-        question.
-        """
+        """The name of the text that a cell asks about; cells that share one differ from their question on."""
         return cell.text
 
     def cells(self) -> list[Cell]:

@@ -75,9 +75,7 @@ def _start(run: bytes) -> bytes:
 
 
 def _end_last_line(file: Any) -> bytes:
-    """Completes a last line without line break, or cuts it off if it is not a whole record; returns the content after
-    that.
-    """
+    """Completes a last line without line break, or cuts it off if it is not a whole record; the content then."""
     file.seek(0)
     content: bytes = file.read()
     if not content or content.endswith(b"\n"):
