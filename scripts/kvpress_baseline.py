@@ -241,11 +241,11 @@ def asked(options: argparse.Namespace) -> None:
 
 def made(arguments: list[str]) -> Any:
     """The experiment of a command line such as `leval --data DIR --bytes 1/8`."""
+    from kvsketch_lab.commands import class_of
     from kvsketch_lab.options import command
 
     name = arguments[0]
-    module = importlib.import_module(f"kvsketch_lab.evaluation.{name}")
-    cls = next(each for each in vars(module).values() if isinstance(each, type) and vars(each).get("name") == name)
+    cls = class_of("evaluation", name)
     result: list[Any] = []
     command(name, cls.options_type(), lambda given: result.append(cls(given)) or 0, "").main(
         [*arguments[1:], "--methods", "full", "--question", "unseen"], standalone_mode=False

@@ -15,6 +15,7 @@ from kvsketch_lab.evaluation import attention_error, attention_protocol, experim
 from kvsketch_lab.evaluation.attention_protocol import ORACLE, PREFIX, Captured, Protocol
 from tests.helpers import zoo
 from tests.helpers.common import bounded
+from tests.helpers.experiments import run_experiment
 
 ROOT = Path(__file__).parents[2]
 QUERIES = 16
@@ -143,7 +144,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv,uniform"]
     line += ["--rates", "4,8", "--seeds", "0-2", "--out", str(tmp_path)]
     for _ in range(2):
-        assert attention_error.main(line) == 0
+        assert run_experiment(attention_error.AttentionError, line) == 0
     result = list(records.read(tmp_path / "attention_error.jsonl"))
     # Three methods without chance once, uniform with three seeds, at two rates.
     assert len(loads) == 1 and len(result) == 2 * (3 + 3)
@@ -151,7 +152,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in result)
     assert "12 records" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--tokens 170 leaves too few"):
-        attention_error.main([*line, "--tokens", "170"])
+        run_experiment(attention_error.AttentionError, [*line, "--tokens", "170"])
     with pytest.raises(ValueError, match="such as 1/8"):
         attention_error.rate_of("1024")
 

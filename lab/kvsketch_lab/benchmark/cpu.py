@@ -24,7 +24,6 @@ from torch import Tensor
 
 from kvsketch.environment import kernels_in_use
 from kvsketch.methods import parse_method
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, Fields, by_reference
 from kvsketch_lab.benchmark.shapes import TextBenchmark, make_cache
 from kvsketch_lab.options import option
@@ -114,6 +113,3 @@ class Cpu(TextBenchmark):
         first = self._read(ids, cache)
         reading = time.process_time() - start
         return reading, min(self._decode(first, cache)[1])
-
-
-command = functools.partial(runner.command, Cpu)

@@ -228,6 +228,3 @@ class Decode(CheckedBenchmark):
 
 def _times(times: list[float]) -> Fields:
     return dict(zip(("step_ms", "p10_ms", "p90_ms"), spread(times), strict=True))
-
-
-command = functools.partial(runner.command, Decode)

@@ -29,7 +29,6 @@ from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.slots.state import per_row
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.decode import CHECK_PROMPT, Session, check_tokens
 from kvsketch_lab.benchmark.device import spread
 from kvsketch_lab.benchmark.runner import FAILED, Fields
@@ -166,6 +165,3 @@ class Offload(CheckedBenchmark):
             "offloaded_device_bytes": far.cache.device_bytes,
             "offloaded_host_bytes": far.cache.host_bytes,
         }
-
-
-command = functools.partial(runner.command, Offload)

@@ -306,6 +306,3 @@ def _first(ticket: Ticket) -> float:
     """Seconds to the first token."""
     assert ticket.timings.first_token is not None
     return ticket.timings.first_token - ticket.timings.submitted
-
-
-command = functools.partial(runner.command, Serve)

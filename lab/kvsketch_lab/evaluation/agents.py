@@ -23,7 +23,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.serve.text import Template
-from kvsketch_lab.evaluation import agent_runs, runner
+from kvsketch_lab.evaluation import agent_runs
 from kvsketch_lab.evaluation.experiment import Cell, Experiment
 from kvsketch_lab.evaluation.transcripts import Answer, Prologue, Transcript, TranscriptOptions, columns
 from kvsketch_lab.options import option
@@ -92,6 +92,3 @@ def outcome(run: agent_runs.Run, transcript: Transcript, most: int) -> Data:
             for about in (agent_runs.SYSTEM, agent_runs.FILE)
         },
     }  # fmt: skip
-
-
-command, main = runner.commands(Agents)

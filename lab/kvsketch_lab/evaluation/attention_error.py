@@ -19,7 +19,7 @@ from kvsketch.compare import budgets
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_protocol import (
     ORACLE,
     PREFIX,
@@ -149,6 +149,3 @@ def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[s
 
 def _has_chance(text: str) -> bool:
     return text != ORACLE and parse_method(text).random
-
-
-command, main = runner.commands(AttentionError)

@@ -31,7 +31,6 @@ from typing import Any
 from kvsketch.serve.spans import SHORT, parts_of
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Call, Calls
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.bfcl_cases import CATEGORIES, Case, Package, TrueCall, package_folder
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, apart, parse_numbers, text_sha256
 from kvsketch_lab.evaluation.transcripts import (
@@ -208,6 +207,3 @@ def described(template: Template, case: Case, prologue: Prologue) -> Data:
         "classes": "+".join(case.classes), "kinds": dict(kinds), "all_tokens": all_tokens,
         "transcript_sha256": text_sha256(text),
     }  # fmt: skip
-
-
-command, main = runner.commands(Bfcl)

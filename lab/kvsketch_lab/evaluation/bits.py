@@ -29,7 +29,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode import captured
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_protocol import capture, relative_error
 from kvsketch_lab.evaluation.bit_stores import Store, store
 from kvsketch_lab.evaluation.captures import full_attention_layers
@@ -203,6 +203,3 @@ def divergence(exact: Tensor, other: Tensor) -> float:
     """Mean over tokens of KL(exact || found) in nats, from logits [n, V]."""
     p, q = exact.log_softmax(-1), other.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-command, main = runner.commands(Bits)

@@ -26,7 +26,6 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell
@@ -190,6 +189,3 @@ def _fall(radius: dict[str, list[float]]) -> float:
     """r(k) / r(1) in the mean over heads, for the k that is shown or the largest there is."""
     k = max((size for size in map(int, radius) if size <= SHOWN_K), default=1)
     return mean([last / first if first else 0.0 for last, first in zip(radius[str(k)], radius["1"], strict=True)])
-
-
-command, main = runner.commands(Clusterability)

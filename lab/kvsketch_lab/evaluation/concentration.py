@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import Cell
@@ -94,6 +93,3 @@ class Concentration(LayerExperiment):
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"still_{steps}": share for steps, share in data["still"].items()}
-
-
-command, main = runner.commands(Concentration)

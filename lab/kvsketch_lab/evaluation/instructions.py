@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
@@ -112,6 +112,3 @@ class Instructions(QuestionExperiment):
 
     def score(self, answer: str, expected: dict[str, str]) -> float:
         return sum(INSTRUCTIONS[name].follows(answer.strip(), word) for name, word in expected.items()) / len(expected)
-
-
-command, main = runner.commands(Instructions)

@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import Document, DocumentExperiment, DocumentOptions, Item, Wording
 from kvsketch_lab.evaluation.summaries import overlap
 from kvsketch_lab.options import option
@@ -107,6 +106,3 @@ class Locomo(DocumentExperiment):
     def score(self, answer: str, expected: Any) -> float:
         said = answer.strip().partition("\n")[0]
         return (best_parts if expected["task"] == CATEGORIES[1] else f1)(said, expected["answer"])
-
-
-command, main = runner.commands(Locomo)

@@ -36,7 +36,7 @@ from kvsketch.compare.budgets import sized, with_budget
 from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import experiment, passages
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option
 from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs, largest
 from kvsketch_lab.evaluation.prefill import streamed_prefill
@@ -215,6 +215,3 @@ def _through_one_cache(cell: Cell) -> tuple[Any, ...]:
 def _drawn(cell: Cell) -> Data:
     """What the record says of the random numbers of the cell's cache, if there are any."""
     return {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
-
-
-command, main = runner.commands(Perplexity)

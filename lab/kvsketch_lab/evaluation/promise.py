@@ -30,7 +30,7 @@ from kvsketch.cache.promise import LENGTH, chunks, likelihoods
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import chat_frame, document_ids, repeat_instruction
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import line_records, passages, runner
+from kvsketch_lab.evaluation import line_records, passages
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
 from kvsketch_lab.evaluation.lines import OPENING
 from kvsketch_lab.options import option
@@ -147,6 +147,3 @@ class Text:
                 "full_right": float(self.full_answers.mean(0)[1]),
             }
         return result
-
-
-command, main = runner.commands(Promises)

@@ -30,7 +30,7 @@ from kvsketch.compare.budgets import contenders, with_budget
 from kvsketch.methods import parse_method
 from kvsketch.slots.bytes import token_bytes
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.evaluation import runner, selections
+from kvsketch_lab.evaluation import selections
 from kvsketch_lab.evaluation.attention_error import PAPER_CLUSTERKV
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
@@ -196,6 +196,3 @@ class Recall(LayerExperiment):
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"{kind} {steps}": share for kind in HITS for steps, share in data.get(kind, {}).items()}
-
-
-command, main = runner.commands(Recall)

@@ -28,7 +28,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsketch_lab.evaluation import haystack, runner
+from kvsketch_lab.evaluation import haystack
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
@@ -317,6 +317,3 @@ class Ruler(QuestionExperiment):
     def score(self, answer: str, expected: Any) -> float:
         result = [string.lower() in answer.lower() for string in expected["strings"]]
         return float(any(result)) if expected["match"] == PART else sum(result) / len(result)
-
-
-command, main = runner.commands(Ruler)

@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -141,13 +140,3 @@ def command(experiment: type[Experiment]) -> TyperCommand:
     run_it = functools.partial(start, experiment)
     about = sys.modules[experiment.__module__].__doc__ or ""
     return make_command(experiment.name, experiment.options_type(), run_it, about)
-
-
-def main(experiment: type[Experiment], arguments: list[str]) -> int:
-    """Runs an experiment with the options of a command line; the exit code."""
-    return int(command(experiment).main(arguments, standalone_mode=False) or 0)
-
-
-def commands(experiment: type[Experiment]) -> tuple[Callable[[], TyperCommand], Callable[[list[str]], int]]:
-    """`command` and `main` of an experiment's module."""
-    return functools.partial(command, experiment), functools.partial(main, experiment)

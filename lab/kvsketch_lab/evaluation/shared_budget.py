@@ -41,7 +41,7 @@ from kvsketch.methods.rehearse import QUERIES
 from kvsketch.methods.replay import Replay
 from kvsketch.methods.waiting import Waiting
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_error import rate_of
 from kvsketch_lab.evaluation.attention_protocol import (
     PREFIX,
@@ -230,6 +230,3 @@ def replayed(layer: Captured, context: int, angles: tuple[float, ...]) -> Tensor
     again = table.state_of(Waiting).again
     assert again is not None
     return again[:, :, :, QUERIES:].flatten(2, 3)
-
-
-command, main = runner.commands(SharedBudget)

@@ -24,7 +24,6 @@ from torch import Tensor
 from kvsketch.cache import rotary
 from kvsketch.methods import InfiniGen
 from kvsketch.slots.table import ExactTable, SlotTable
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import Cell, budgets_option
@@ -149,6 +148,3 @@ class Speculation(LayerExperiment):
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"layer {layer}": value for layer, value in data["layers"].items()}
-
-
-command, main = runner.commands(Speculation)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.models import encode_chat, texts
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.experiment import FAILED, Cell, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
 from kvsketch_lab.options import option
@@ -117,6 +117,3 @@ class Summaries(QuestionExperiment):
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return super().shown(data) | {"reference": data.get("reference_rouge", {}).get("rouge2")}
-
-
-command, main = runner.commands(Summaries)

@@ -34,7 +34,6 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
 from kvsketch.slots.table import NEG_INF, SlotTable
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, budgets_option
 from kvsketch_lab.options import option
 
@@ -180,6 +179,3 @@ def spread(count: int, most: int) -> list[int]:
 def _cut(shares: Tensor) -> list[float]:
     # The small addend keeps an exact hundredth, which rounding errors of the mean may have reduced.
     return [math.floor(share * 100 + 1e-4) / 100 for share in shares.tolist()]
-
-
-command, main = runner.commands(TokenLife)
