@@ -207,7 +207,7 @@ def _carried_out(functions: dict[str, Any], call: str, case: str) -> TrueCall:
         said = functions[name](**named)
     except Exception as error:  # as the leaderboard does: the caller is told
         said = f"Error during execution: {error}"
-    return TrueCall(name, named, arguments, said if isinstance(said, str) else _written(said))
+    return TrueCall(name, named, arguments, _written(said))
 
 
 def _parsed(call: str, case: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:

@@ -10,10 +10,9 @@ from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, latest, mean
 from kvsketch_lab.report.blocks import Code, table
 from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure
-from kvsketch_lab.report.kinds import model_name
+from kvsketch_lab.report.kinds import Data, model_name
 from kvsketch_lab.report.palette import looks
 
-Data = dict[str, Any]
 FULL = "full"
 HEADS = (
     "how the run is held", "right answers", "of the system prompt", "of files", "tokens read by a turn", "longest turn",

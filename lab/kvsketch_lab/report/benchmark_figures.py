@@ -14,9 +14,9 @@ from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Record
 from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, sizes, usual_steps
 from kvsketch_lab.report.canvas import WIDEST, legend, line_style, new_figure
+from kvsketch_lab.report.kinds import Data
 from kvsketch_lab.report.palette import looks, without_budget
 
-Data = dict[str, Any]
 FULL = "full"
 COLOURS = ("#1b6ca8", "#c8553d")
 RIVALS = ("sdpa flash", "sdpa cudnn")

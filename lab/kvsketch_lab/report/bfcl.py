@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, latest, mean
 from kvsketch_lab.report.agents import FULL, ways
 from kvsketch_lab.report.blocks import Code, table
-from kvsketch_lab.report.kinds import model_name
+from kvsketch_lab.report.kinds import Data, model_name
 
-Data = dict[str, Any]
 HEADS = (
     "how the transcript is held", "right calls", "right names", "right calls of changed", "tokens read for a question",
     "most", "MB at the end", "of the full cache",

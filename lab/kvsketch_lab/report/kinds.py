@@ -14,7 +14,7 @@ NOTHING = "not measured"
 UNSEEN = "question unseen"
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
-Places = Callable[["Kind", Data], list[str]]
+Places = Callable[[Data], list[str]]
 
 
 @dataclass(frozen=True)
@@ -50,7 +50,7 @@ class Kind:
     def settings(self, data: Data) -> list[str]:
         """The settings that a record counts in."""
         if self.places:
-            return self.places(self, data)
+            return self.places(data)
         if self.overall and self.setting[0] not in data:
             raise KeyError(self.setting[0])
         overall = [", ".join([self.overall, *variants(data)])] if self.overall else []
@@ -119,7 +119,7 @@ REFERENCE = "beside a reference"
 COMMON_PROTOCOL = "prefix"
 
 
-def _error_places(kind: Kind, data: Data) -> list[str]:
+def _error_places(data: Data) -> list[str]:
     """Other layers, lengths and protocols are other measurements."""
     parts = [_layers(data), f"{data['tokens']:,} tokens"]
     if data.get("protocol", COMMON_PROTOCOL) != COMMON_PROTOCOL:
@@ -143,7 +143,7 @@ def _attention_error(kind: Kind, record: Record) -> list[Observation]:
     return result
 
 
-def _perplexity_places(kind: Kind, data: Data) -> list[str]:
+def _perplexity_places(data: Data) -> list[str]:
     """Streams of other lengths, and other numbers of steps behind a prefill, are other measurements."""
     extent = (
         f" of {data['tokens']:,} tokens" if "tokens" in data else f", {data['steps']} steps" if "steps" in data else ""
@@ -151,13 +151,13 @@ def _perplexity_places(kind: Kind, data: Data) -> list[str]:
     return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
 
 
-def _task_places(kind: Kind, data: Data) -> list[str]:
+def _task_places(data: Data) -> list[str]:
     """A question counts in the average, of its length where it has one, and in its task."""
     length = [f"{data['length']:,} tokens"] if "length" in data else []
     return [", ".join([place, *length, *variants(data)]) for place in (ALL_TASKS, data["task"])]
 
 
-def _summary_places(kind: Kind, data: Data) -> list[str]:
+def _summary_places(data: Data) -> list[str]:
     """The request is a part of the prompt: it makes no difference whether a question is known."""
     return [", ".join([f"{data['tokens']:,} tokens", *variants(data | {"question": ""})])]
 
