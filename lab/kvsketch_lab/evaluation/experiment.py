@@ -36,14 +36,16 @@ from kvsketch.compare import budgets
 from kvsketch.compare.budgets import UNITS
 from kvsketch.methods.budget import Size
 from kvsketch.models.identity import model_sha256
-from kvsketch_lab import records
-from kvsketch_lab.evaluation import result_table
-from kvsketch_lab.lists import grouped
+from kvsketch_lab import columns, records
+from kvsketch_lab.lists import evenly, grouped
 from kvsketch_lab.options import Options, option
-from kvsketch_lab.records import FAILED, Estimate, nested_mean, text_of
+from kvsketch_lab.records import FAILED, Estimate, interval_text, mean, nested_mean, text_of
 
 WIDTH_IN_FILES = 160
-Record = dict[str, Any]
+LAYER = ("layer",)
+MOST_VALUES = 6  # of a number that have a column each
+MOST_INTERVALS = 4  # columns whose values have room for their intervals
+Record = Data = dict[str, Any]
 
 
 def text_sha256(text: str) -> str:
@@ -214,8 +216,35 @@ class Experiment(ABC):
         held, full = data.get("device_bytes"), data.get("full_bytes")
         return {"share": held / full} if held is not None and full else {}
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table(self, data)
+    def table(self, data: Sequence[Data]) -> Table:
+        """A row for each value of the fields `rows`: the estimate with its interval, over all and for each of several
+        values of the field `by`; how many were measured and failed; and the means of the fields that `columns` names.
+        """
+        if len({each.get("question") for each in data}) > 1:
+            data = [each | {"method": f"{each['method']}, {each['question']}"} for each in data]
+        known = sorted({each[self.by] for each in data if self.by in each}) if self.by else []
+        known = evenly(known, MOST_VALUES) if known and isinstance(known[0], int) else known
+        values, shown = known if len(known) > 1 else [], columns.parse(self.columns)
+        numbers = [*(f"{self.by}\n{value}" for value in values), self.metric, "samples", "failed"]
+        numbers += [column.heading for column in shown]
+        result = Table(title=self.name)
+        for name in (*self.rows, *numbers):
+            result.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+        groups = grouped(data, lambda each: tuple(str(each[name]) for name in self.rows))
+        for key, cells in [*groups.items(), *([(("all",), data)] if self.rows == LAYER else [])]:
+            right = [each | self.shown(each) for each in cells if FAILED not in each and self.metric in each]
+            parts = [[each for each in right if each[self.by] == value] for value in values]
+            counts = str(len(right)), str(len(cells) - len(right))
+            means = _means(right)
+            texts = [*(self._text(part, len(values) <= MOST_INTERVALS) for part in parts), self._text(right)]
+            result.add_row(*key, *texts, *counts, *(c.of(means) for c in shown))
+        return result
+
+    def _text(self, data: Sequence[Data], interval: bool = True) -> str:
+        if not data:
+            return "-"
+        estimate = self.estimate(data)
+        return interval_text(estimate, self.form) if interval else format(estimate.value, self.form)
 
     def show(self, data: list[dict[str, Any]]) -> None:
         """Called at the end with the data of all records of the run, failed ones included: prints the summary."""
@@ -254,6 +283,16 @@ class Experiment(ABC):
         """The dtype `open` loads the model in, by name."""
         on_gpu = torch.cuda.is_available() if self.options.device is None else "cuda" in str(self.options.device)
         return str(self.options.dtype or ("bfloat16" if on_gpu else "float32"))
+
+
+def _means(data: Sequence[Data]) -> dict[str, float]:
+    """The mean of each number over the records that have it."""
+    values: dict[str, list[float]] = {}
+    for each in data:
+        for name, value in each.items():
+            if isinstance(value, (int, float)):
+                values.setdefault(name, []).append(value)
+    return {name: mean(known) for name, known in values.items()}
 
 
 def failure(error: BaseException) -> dict[str, Any]:
