@@ -119,7 +119,7 @@ class QuestionExperiment(Experiment):
         return 0
 
     def text_of(self, cell: Cell) -> str:
-        """The name of the text that a cell asks about; cells that share one differ from their question on."""
+        """The name of the text of a cell; cells that share it have the same tokens before their question."""
         return cell.text
 
     def cells(self) -> list[Cell]:
