@@ -18,7 +18,6 @@ Every turn reads a file by a tool, and asks for a value of it, of an earlier one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -60,15 +59,11 @@ class Agents(Experiment):
             for method, share in own.ways
         ]
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
-        template = Template(self.tokenizer)
-        for cell in cells:
-            run = agent_runs.Run(self.options.turns, self.options.entries, cell.seed)
-            prologue = Prologue(run.system, [agent_runs.TOOL], ASK)
-            yield (
-                cell,
-                outcome(run, Transcript(self.model, template, cell, prologue, self.options), self.options.answer),
-            )
+    def outcome(self, cell: Cell) -> Data:
+        run = agent_runs.Run(self.options.turns, self.options.entries, cell.seed)
+        prologue = Prologue(run.system, [agent_runs.TOOL], ASK)
+        transcript = Transcript(self.model, Template(self.tokenizer), cell, prologue, self.options)
+        return outcome(run, transcript, self.options.answer)
 
     def shown(self, data: Data) -> Data:
         return {"read": mean(data["prefill"]), "end": data["bytes"][-1], "last": data["seconds"][-1]}

@@ -11,7 +11,7 @@ random draws are measured with the first seed only. Runs on any device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,13 +24,11 @@ from kvsketch_lab.evaluation.attention_protocol import (
     ORACLE,
     PREFIX,
     PROTOCOLS,
-    Captured,
     measure,
 )
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import (
     Cell,
-    apart,
     budgets_option,
     methods_option,
     model_option,
@@ -111,12 +109,8 @@ class AttentionError(LayerExperiment):
         """The cells of one text and method; successive groups of one text share its forward."""
         return cell.sample, cell.method
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self.captured(cells[0].sample)
-        return apart(cells, lambda cell: self._outcome(cell, layers))
-
-    def _outcome(self, cell: Cell, layers: dict[int, Captured]) -> dict[str, Any]:
-        rate = rate_of(cell.budget)
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        layers, rate = self.captured(cell.sample), rate_of(cell.budget)
         outcomes = {
             str(index): measure(cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed)._asdict()
             for index, layer in layers.items()

@@ -18,7 +18,7 @@ If keys cluster better than values, their radius falls faster and they open fewe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -151,22 +151,17 @@ class Clusterability(LayerExperiment):
             for layer in self.layers
         ]
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self.captured(cells[0].sample)
-        for cell in cells:
-            yield cell, self._outcome(layers[cell["layer"]], cell["points"], cell.seed)
-
     @torch.no_grad()
-    def _outcome(self, layer: Captured, points: int, seed: int) -> dict[str, Any]:
-        most = self.options.most_centers
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        layer, most = self.captured(cell.sample)[cell["layer"]], self.options.most_centers
         result: dict[str, Any] = {
             "query_norm": query_norms(layer.queries),
             "keys": shape_of(layer.keys, most),
             "values": shape_of(layer.values, most),
         }
-        if points:
-            head = random.Random(f"{seed} {layer.layer}").randrange(layer.keys.shape[1])
-            result["tsne"] = picture(layer, head, points, seed)
+        if cell["points"]:
+            head = random.Random(f"{cell.seed} {layer.layer}").randrange(layer.keys.shape[1])
+            result["tsne"] = picture(layer, head, cell["points"], cell.seed)
         return result
 
     def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:

@@ -8,7 +8,7 @@
         name = "lines"
         options: LinesOptions
         def cells(self): ...            # cheap: no model; raises ValueError for impossible options
-        def measure(self, cells): ...   # after open(): yields (cell, outcome)
+        def outcome(self, cell): ...    # after open(): what a record says besides; or `measure` for several together
 
 Class attributes say what its summary shows: `metric` with its interval, `rows`, `by` and `columns`.
 
@@ -185,9 +185,13 @@ class Experiment(ABC):
     def cells(self) -> list[Cell]:
         """All measurements, in a fixed order; loads no model. Raises ValueError for impossible options."""
 
-    @abstractmethod
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        """What a cell measured."""
+        raise NotImplementedError
+
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Yields the outcome of each cell of a group; `failure(error)` for a cell that fails alone."""
+        return apart(cells, self.outcome)
 
     def open(self) -> None:
         """Loads the model; called only when a cell is missing."""

@@ -14,7 +14,7 @@ map was learned from shuffled tokens, so that it only gives the mean query of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,16 +135,14 @@ class Speculation(LayerExperiment):
     def alike(self, cell: Cell) -> Hashable:
         return cell.sample
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        captured = self.captured(cells[0].sample)
-        angles = rotary.frequencies(self.model.config)
-        for cell in cells:
-            query, budget = QUERIES[cell["query"]], budget_tokens(cell.budget, self.options.tokens)
-            result = {}
-            for layer in self.layers:
-                pair = captured[layer - 1], captured[layer]
-                result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
-            yield cell, {"recall": sum(result.values()) / len(result), "layers": result}
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        captured, angles = self.captured(cell.sample), rotary.frequencies(self.model.config)
+        query, budget = QUERIES[cell["query"]], budget_tokens(cell.budget, self.options.tokens)
+        result = {}
+        for layer in self.layers:
+            pair = captured[layer - 1], captured[layer]
+            result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
+        return {"recall": sum(result.values()) / len(result), "layers": result}
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"layer {layer}": value for layer, value in data["layers"].items()}

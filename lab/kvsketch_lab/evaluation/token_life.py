@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,11 +67,7 @@ class TokenLife(Experiment):
         ]
 
     @torch.no_grad()
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        for cell in cells:
-            yield cell, self._life(cell)
-
-    def _life(self, cell: Cell) -> dict[str, Any]:
+    def outcome(self, cell: Cell) -> dict[str, Any]:
         options = self.options
         document = texts.passkey_document(self.tokenizer, options.tokens, options.depth, cell.seed)
         ids = document.input_ids.to(self.model.device)
