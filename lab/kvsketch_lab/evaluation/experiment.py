@@ -45,7 +45,8 @@ WIDTH_IN_FILES = 160
 LAYER = ("layer",)
 MOST_VALUES = 6  # of a number that have a column each
 MOST_INTERVALS = 4  # columns whose values have room for their intervals
-Record = Data = dict[str, Any]
+Record = dict[str, Any]
+Data = dict[str, Any]
 
 
 def text_sha256(text: str) -> str:
@@ -240,11 +241,11 @@ class Experiment(ABC):
             parts = [[each for each in right if each[self.by] == value] for value in values]
             counts = str(len(right)), str(len(cells) - len(right))
             means = _means(right)
-            texts = [*(self._text(part, len(values) <= MOST_INTERVALS) for part in parts), self._text(right)]
+            texts = [*(self._written(part, len(values) <= MOST_INTERVALS) for part in parts), self._written(right)]
             result.add_row(*key, *texts, *counts, *(c.of(means) for c in shown))
         return result
 
-    def _text(self, data: Sequence[Data], interval: bool = True) -> str:
+    def _written(self, data: Sequence[Data], interval: bool = True) -> str:
         if not data:
             return "-"
         estimate = self.estimate(data)
