@@ -80,6 +80,6 @@ def _remove_others(folder: Path, written: list[Path]) -> None:
     """Removes the figures of an earlier report that this one does not have; other files stay."""
     kinds = (CLUSTERABILITY, *(kind.name for kind in KINDS))
     for path in folder.glob("*"):
-        ours = path.suffix == ".png" and path.name.startswith(tuple(f"{kind}-" for kind in kinds))
+        ours = path.suffix in (".png", ".svg") and path.name.startswith(tuple(f"{kind}-" for kind in kinds))
         if ours and path not in written:
             path.unlink()
