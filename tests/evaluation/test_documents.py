@@ -16,6 +16,7 @@ from kvsketch.decode.asking import chat_frame
 from kvsketch.methods import parse_method
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import gsm8k, instructions, leval, likelihood, locomo
+from kvsketch_lab.evaluation.experiment import end_tokens
 from kvsketch_lab.evaluation.questions import Question
 from tests.helpers import tiny
 from tests.helpers.experiments import run_experiment
@@ -62,7 +63,7 @@ def test_a_turn_follows_the_answers_before_it(tmp_path: Path, model: Path) -> No
     between = experiment.tokenizer(chat_frame(experiment.tokenizer).between).input_ids
     cells = experiment.cells()
     questions = [experiment.ask(cell) for cell in cells]
-    ends = experiment._ends
+    ends = end_tokens(experiment.model)
     for first, second in ((0, 1), (2, None)):
         ids = list(questions[first].ids)
         new = greedy(experiment.model, ids, 4, ends)
