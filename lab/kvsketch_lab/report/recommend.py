@@ -38,22 +38,13 @@ def file_text(records: Sequence[Record]) -> str:
 
 def _speeds(records: Iterable[Record]) -> dict[str, float]:
     """Bytes of weights and cache that a decode step reads in a second, in the largest batch of each method."""
-    largest = _steps((data for data in _timed(records) if data.get("floor_ms")), "batch")
-    return {
-        name: round(data["copy_bytes_per_s"] * data["floor_ms"] / data["step_ms"], -9)
-        for name, data in sorted(largest.items())
-    }
-
-
-def _timed(records: Iterable[Record]) -> list[dict[str, Any]]:
-    """Decode steps of the usual shape."""
-    steps = [record["data"] for record in records if record["kind"] == "decode"]
-    return [data for data in steps if data.get("step_ms") and data.get("shape", SHAPE) == SHAPE]
-
-
-def _steps(steps: Iterable[dict[str, Any]], most: str) -> dict[str, dict[str, Any]]:
-    """The last step with the most of a field of each method, by its text form without the budget."""
-    return {without_budget(str(data["method"])): data for data in sorted(steps, key=lambda data: int(data[most]))}
+    result: dict[str, tuple[int, float]] = {}
+    for data in (record["data"] for record in records if record["kind"] == "decode"):
+        if data.get("step_ms") and data.get("floor_ms") and data.get("shape", SHAPE) == SHAPE:
+            name, batch = without_budget(str(data["method"])), int(data["batch"])
+            if batch >= result.get(name, (0, 0.0))[0]:
+                result[name] = batch, round(data["copy_bytes_per_s"] * data["floor_ms"] / data["step_ms"], -9)
+    return {name: speed for name, (_, speed) in sorted(result.items())}
 
 
 def _in_one_dtype(counted: Iterable[Record], model: str) -> list[Record]:
@@ -107,12 +98,15 @@ def _advice(members: Sequence[Cell], full: dict[str, Cell], steps: dict[str, tup
 
 
 def _step_times(records: Iterable[Record]) -> dict[str, tuple[float, str]]:
-    """The step at batch 1 and the longest prompt of each method, and what it is of."""
-    longest = _steps((data for data in _timed(records) if data.get("batch") == 1), "prompt")
-    return {
-        name: (
-            float(data["step_ms"]),
-            f"{data.get('shape') or 'the shapes of the benchmark'}, {data['prompt']:,} tokens",
-        )
-        for name, data in longest.items()
-    }
+    """The step at batch 1 and the longest prompt of each method, by its text form without the budget."""
+    result: dict[str, tuple[int, float, str]] = {}
+    for record in records:
+        data: dict[str, Any] = record["data"]
+        timed = record["kind"] == "decode" and data.get("batch") == 1 and data.get("step_ms")
+        if not timed or data.get("shape", SHAPE) != SHAPE:
+            continue
+        name, prompt = without_budget(str(data["method"])), int(data["prompt"])
+        if name not in result or prompt >= result[name][0]:
+            shapes = str(data.get("shape") or "the shapes of the benchmark")
+            result[name] = prompt, float(data["step_ms"]), f"{shapes}, {prompt:,} tokens"
+    return {name: (step, of) for name, (_, step, of) in result.items()}
