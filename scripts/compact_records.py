@@ -18,8 +18,7 @@ from typing import Any
 
 from kvsketch_lab import records
 from kvsketch_lab.records.files import OWN, PLACE, archive_of
-from kvsketch_lab.report.contents import CLUSTERABILITY, TOKEN_LIFE
-from kvsketch_lab.report.kinds import KINDS
+from kvsketch_lab.report.contents import is_shown
 
 Record = dict[str, Any]
 ARCHIVED = 1 << 20  # bytes
@@ -29,7 +28,7 @@ def compact(path: Path) -> tuple[int, int]:
     """Rewrites one file; how many records it had and has."""
     result = list(records.read(path))
     kept = result
-    if all(map(_of_experiment, result)):
+    if all(map(is_shown, result)):
         kept = sorted(records.latest(result), key=lambda record: (_run(record), _sample(record)))
     target = path.with_name(f".{path.name}.compact")
     target.unlink(missing_ok=True)
@@ -47,10 +46,6 @@ def compact(path: Path) -> tuple[int, int]:
         target.replace(path)
         archive.unlink(missing_ok=True)
     return len(result), len(kept)
-
-
-def _of_experiment(record: Record) -> bool:
-    return any(kind.owns(record) for kind in KINDS) or record["kind"] in (CLUSTERABILITY, TOKEN_LIFE)
 
 
 def _run(record: Record) -> str:

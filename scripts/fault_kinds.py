@@ -7,11 +7,11 @@ import hashlib
 import json
 import os
 import shutil
-import signal
-import time
+import sys
 import zipfile
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from multiprocessing.context import ForkProcess
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -218,31 +218,26 @@ def attempt(work: Callable[[], Any], complaint: str) -> list[str]:
     return []
 
 
-def start(work: Callable[[], int | None], log: Path = Path(os.devnull)) -> int:
-    """Forks a child that does `work` and prints to a file; its process number."""
-    child = os.fork()
-    if child:
-        return child
-    try:
+def start(work: Callable[[], int | None], log: Path = Path(os.devnull)) -> ForkProcess:
+    """Forks a child that does `work` and prints to a file."""
+
+    def child() -> None:
         output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
         os.dup2(output, 1)
         os.dup2(output, 2)
         # The threads of the parent are not there after a fork, and OpenMP would wait for them.
         torch.set_num_threads(1)
-        code = work()
-        os._exit(code or 0)
-    except BaseException:
-        os._exit(70)
+        sys.exit(work())
+
+    process = ForkProcess(target=child)
+    process.start()
+    return process
 
 
-def wait(child: int, limit: float) -> int:
+def wait(child: ForkProcess, limit: float) -> int | None:
     """The exit code of a child, or minus the signal that ended it; one that takes longer is killed."""
-    end = time.monotonic() + limit
-    while True:
-        done, status = os.waitpid(child, os.WNOHANG)
-        if done:
-            return os.waitstatus_to_exitcode(status)
-        if time.monotonic() > end:
-            os.kill(child, signal.SIGKILL)
-            end = float("inf")
-        time.sleep(0.005)
+    child.join(limit)
+    if child.is_alive():
+        child.kill()
+        child.join()
+    return child.exitcode

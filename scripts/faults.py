@@ -89,7 +89,7 @@ def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> int:
     options = parsed(arguments)
     torch.set_num_threads(1)
-    assert needle.main is not None  # loaded here, so that no child has to
+    assert needle.Needle is not None  # loaded here, so that no child has to
     right = True
     with tempfile.TemporaryDirectory() as folder:
         os.environ["KVSKETCH_HOME"] = str(Path(folder) / "home")

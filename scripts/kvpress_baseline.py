@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
+import importlib.metadata
 import re
 import statistics
 import sys
@@ -39,6 +39,7 @@ import torch
 from tqdm import tqdm
 
 from kvsketch_lab import records
+from kvsketch_lab.lists import grouped
 
 SETTING = (
     "model",
@@ -93,17 +94,6 @@ def prefill(model: Any, ids: torch.Tensor, press: str, kept: Fraction) -> tuple[
     return cache, logits
 
 
-def decode(model: Any, cache: Any, logits: torch.Tensor, position: int, count: int, eos: set[int]) -> list[int]:
-    """Greedy tokens after a compressed prefill; positions go on from the prompt's own length."""
-    tokens = [int(logits.argmax())]
-    while len(tokens) < count and tokens[-1] not in eos:
-        ids = torch.tensor([[tokens[-1]]], device=logits.device)
-        where = torch.tensor([[position + len(tokens) - 1]], device=logits.device)
-        logits = model(ids, past_key_values=cache, position_ids=where).logits[:, -1]
-        tokens.append(int(logits.argmax()))
-    return tokens
-
-
 def cache_bytes(cache: Any) -> int:
     tensors = [t for layer in cache.layers for t in (layer.keys, layer.values)]
     return sum(t.numel() * t.element_size() for t in tensors)
@@ -127,7 +117,7 @@ def speed(options: argparse.Namespace) -> None:
         steps = []
         for _ in range(12):
             start = time.perf_counter()
-            decode(model, cache, logits, options.tokens, 2, set())
+            answered(model, cache, [int(logits.argmax())], options.tokens, 1)
             torch.cuda.synchronize()
             steps.append(1e3 * (time.perf_counter() - start))
         data = {
@@ -145,26 +135,20 @@ def speed(options: argparse.Namespace) -> None:
 
 @torch.no_grad()
 def lines(options: argparse.Namespace) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
     from kvsketch_lab.evaluation import line_records
 
-    tokenizer = AutoTokenizer.from_pretrained(options.model)
-    model = AutoModelForCausalLM.from_pretrained(options.model, dtype=torch.bfloat16).to("cuda").eval()
-    eos = model.generation_config.eos_token_id
-    ends = set(eos if isinstance(eos, list) else [eos])
+    model, tokenizer = loaded(options)
     work = [(int(n), q) for n in options.lines.split(",") for q in range(options.questions)]
     for size, number in tqdm(work, unit="question", disable=None):
         asked = line_records.generate(size, 0, number)
-        chat = [{"role": "user", "content": asked.text + asked.question}]
-        text = tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True)
-        ids = tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids.to("cuda")
+        ids = torch.tensor([chat_ids(tokenizer, asked.text + asked.question)], device=model.device)
         for press in options.presses.split(","):
             for budget in options.budgets.split(","):
                 cache, logits = prefill(model, ids, press, Fraction(budget))
                 stored, size_bytes = cache.layers[0].keys.shape[2], cache_bytes(cache)
-                tokens = decode(model, cache, logits, ids.shape[1], 48, ends)
-                answer = tokenizer.decode(tokens, skip_special_tokens=True)
+                first = [int(logits.argmax())]
+                tokens = [] if first[0] in ends_of(model) else answered(model, cache, first, ids.shape[1], 47)
+                answer = tokenizer.decode(first + tokens, skip_special_tokens=True)
                 result = re.findall(r"\d+", answer)
                 data = {
                     "method": f"kvpress-{press}",
@@ -172,7 +156,7 @@ def lines(options: argparse.Namespace) -> None:
                     "sample": f"lines={size} question={number}",
                     "model": options.name,
                     "lines": size,
-                    "dtype": "bfloat16",
+                    "dtype": str(model.dtype).removeprefix("torch."),
                     "max_new_tokens": 48,
                     "question": "seen",
                     "score": float(bool(result) and int(result[-1]) == asked.expected),
@@ -194,19 +178,25 @@ def loaded(options: argparse.Namespace) -> tuple[Any, Any]:
     return model, AutoTokenizer.from_pretrained(options.model)
 
 
+def chat_ids(tokenizer: Any, content: str) -> list[int]:
+    turn = [{"role": "user", "content": content}]
+    rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
+    result: list[int] = tokenizer(rendered, add_special_tokens=False).input_ids
+    return result
+
+
+def ends_of(model: Any) -> list[int]:
+    eos = model.generation_config.eos_token_id
+    return eos if isinstance(eos, list) else [eos]
+
+
 def asked_of(tokenizer: Any, size: int, seed: int, text: int, count: int) -> tuple[list[Any], list[list[int]], int]:
     """Questions about one text, their prompts, and where those begin to differ: the end of what is compressed."""
     from kvsketch_lab.evaluation import line_records
 
-    def chat(content: str) -> list[int]:
-        turn = [{"role": "user", "content": content}]
-        rendered = tokenizer.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
-        result: list[int] = tokenizer(rendered, add_special_tokens=False).input_ids
-        return result
-
     asked = [line_records.generate(size, seed, text, number) for number in range(count)]
-    prompts = [chat(each.text + each.question) for each in asked]
-    beside = zip(*prompts, chat(asked[0].text), strict=False)
+    prompts = [chat_ids(tokenizer, each.text + each.question) for each in asked]
+    beside = zip(*prompts, chat_ids(tokenizer, asked[0].text), strict=False)
     return asked, prompts, next(i for i, tokens in enumerate(beside) if len(set(tokens)) > 1)
 
 
@@ -228,8 +218,7 @@ def answers_apart(
 def answered(model: Any, cache: Any, ids: list[int], position: int, count: int) -> list[int]:
     """Greedy tokens after new tokens that follow the compressed `position` ones."""
     tokens: list[int] = []
-    eos = model.generation_config.eos_token_id
-    while len(tokens) < count and not (tokens and tokens[-1] in (eos if isinstance(eos, list) else [eos])):
+    while len(tokens) < count and not (tokens and tokens[-1] in ends_of(model)):
         fed = torch.tensor([ids], device=model.device)
         where = torch.arange(position, position + len(ids), device=model.device)[None]
         logits = model(fed, past_key_values=cache, position_ids=where, logits_to_keep=1).logits[:, -1]
@@ -243,9 +232,7 @@ def asked(options: argparse.Namespace) -> None:
     """The questions of an experiment, in its own records; a share of the bytes is one of the tokens."""
     experiment = made(options.experiment)
     experiment.open()
-    texts: dict[Any, list[Any]] = {}
-    for cell in experiment.cells():
-        texts.setdefault((cell.seed, experiment.text_of(cell)), []).append(cell)
+    texts = grouped(experiment.cells(), lambda cell: (cell.seed, experiment.text_of(cell)))
     for cells in tqdm(texts.values(), unit="text", disable=None):
         for press in options.presses.split(","):
             for budget in experiment.options.bytes.split(",") if press != "none" else [""]:
@@ -254,11 +241,11 @@ def asked(options: argparse.Namespace) -> None:
 
 def made(arguments: list[str]) -> Any:
     """The experiment of a command line such as `leval --data DIR --bytes 1/8`."""
+    from kvsketch_lab.commands import class_of
     from kvsketch_lab.options import command
 
     name = arguments[0]
-    module = importlib.import_module(f"kvsketch_lab.evaluation.{name}")
-    cls = next(each for each in vars(module).values() if isinstance(each, type) and vars(each).get("name") == name)
+    cls = class_of("evaluation", name)
     result: list[Any] = []
     command(name, cls.options_type(), lambda given: result.append(cls(given)) or 0, "").main(
         [*arguments[1:], "--methods", "full", "--question", "unseen"], standalone_mode=False
@@ -358,8 +345,6 @@ def agree(options: argparse.Namespace) -> None:
 
 
 def package_versions() -> dict[str, Any]:
-    import importlib.metadata
-
     return {"kvpress": importlib.metadata.version("kvpress")}
 
 

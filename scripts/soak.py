@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import argparse
 import multiprocessing
-import os
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -30,6 +29,7 @@ from kvsketch import CompressedCache, models
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
 from kvsketch_lab import records
+from kvsketch_lab.benchmark.device import Device
 
 RANDOM = "random"
 BOUNDED = [
@@ -80,22 +80,14 @@ def generator(model: Any, cache: CompressedCache, prompt: torch.Tensor, tokens: 
     return step
 
 
-def resident_bytes() -> int | None:
-    """Memory of this process, where the system tells."""
-    try:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except OSError:
-        return None
-
-
 def soak(method: str, options: argparse.Namespace) -> dict[str, Any]:
     """The data of one method's record."""
     torch.set_num_threads(1)
-    dtype = torch.bfloat16 if options.device == "cuda" else torch.float32
+    on = Device(options.device)
     if options.model == RANDOM:
-        model = random_model(options.layers, options.device, dtype)
+        model = random_model(options.layers, options.device, on.dtype)
     else:
-        model, _ = models.load(options.model, dtype=dtype, device=options.device, progress=False)
+        model, _ = models.load(options.model, dtype=on.dtype, device=options.device, progress=False)
     torch.manual_seed(options.seed)
     prompt = torch.randint(3, model.config.vocab_size, (options.batch, options.prompt)).to(options.device)
     cache = CompressedCache(model, method, seed=options.seed)
@@ -106,15 +98,15 @@ def soak(method: str, options: argparse.Namespace) -> dict[str, Any]:
         clock = time.perf_counter if options.device == "cuda" else time.process_time
         done = 1
         for end in [min(WARM_UP, options.tokens // 2), *ends(options.tokens, options.intervals)]:
-            synchronize(options.device)
+            on.synchronize()
             start, first = clock(), done
             while done < end:
                 step()
                 done += 1
-            synchronize(options.device)
+            on.synchronize()
             seconds = clock() - start
             if end > WARM_UP:
-                intervals.append(noted(cache, done, seconds / max(1, done - first), options.device))
+                intervals.append(noted(cache, done, seconds / max(1, done - first), on))
     return {
         "method": method,
         "model": options.model if options.model != RANDOM else f"random Llama, {options.layers} layers",
@@ -134,21 +126,16 @@ def ends(tokens: int, count: int) -> list[int]:
     return [tokens * (i + 1) // count for i in range(count) if tokens * (i + 1) // count > WARM_UP]
 
 
-def noted(cache: CompressedCache, tokens: int, seconds: float, device: str) -> dict[str, Any]:
+def noted(cache: CompressedCache, tokens: int, seconds: float, on: Device) -> dict[str, Any]:
     return {
         "tokens": tokens,
         "milliseconds_per_token": round(1000 * seconds, 4),
         "tokens_stored": cache.tokens_stored,
         "device_bytes": cache.device_bytes,
         "host_bytes": cache.host_bytes,
-        "allocated_bytes": torch.cuda.memory_allocated() if device == "cuda" else None,
-        "resident_bytes": resident_bytes(),
+        "allocated_bytes": on.allocated,
+        "resident_bytes": psutil.Process().memory_info().rss,
     }
-
-
-def synchronize(device: str) -> None:
-    if device == "cuda":
-        torch.cuda.synchronize()
 
 
 def complaints(data: dict[str, Any], slower: float = SLOWER) -> list[str]:

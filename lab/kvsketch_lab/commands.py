@@ -62,12 +62,13 @@ def command(name: str) -> Any:
 
 
 def _group(package: str, commands: dict[str, str], about: str) -> typer.Typer:
-    """Commands by name, each with one line of help; the module `kvsketch_lab.<package>.<name>` has its `command`."""
+    """Commands by name, each with one line of help."""
 
     class Lazy(TyperCommand):
         def make_context(self, info_name: str | None, args: list[str], parent: Any = None, **extra: Any) -> Any:
-            module = importlib.import_module(f"kvsketch_lab.{package}.{str(self.name).replace('-', '_')}")
-            return module.command().make_context(info_name, args, parent, **extra)
+            runner = importlib.import_module(f"kvsketch_lab.{package}.runner")
+            made = runner.command(class_of(package, str(self.name)))
+            return made.make_context(info_name, args, parent, **extra)
 
     class Group(TyperGroup):
         def get_command(self, ctx: Any, cmd_name: str) -> Any:
@@ -81,6 +82,13 @@ def _group(package: str, commands: dict[str, str], about: str) -> typer.Typer:
     for name, help_text in commands.items():
         app.command(name, help=help_text, cls=Lazy)(lambda: None)
     return app
+
+
+def class_of(package: str, name: str) -> Any:
+    """The experiment or benchmark of a name: the class that has it in the module of that name."""
+    module = importlib.import_module(f"kvsketch_lab.{package}.{name.replace('-', '_')}")
+    own = (each for each in vars(module).values() if isinstance(each, type) and each.__module__ == module.__name__)
+    return next(each for each in own if vars(each).get("name") == name)
 
 
 def report(

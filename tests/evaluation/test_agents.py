@@ -11,6 +11,7 @@ import pytest
 from kvsketch.serve.chats import CHAT
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import agent_runs, agents
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 
@@ -38,7 +39,7 @@ def measured(tmp_path_factory: Any) -> dict[str, Any]:
     model = save_tiny_model(folder / "model")
     options = ["--model", str(model), "--turns", "5", "--entries", "1", "--answer", "4", "--out", str(folder / "out")]
     options += ["--summary-at", "1000", "--summary-tokens", "32", "--budgets", "1/8"]
-    assert agents.main(options) == 0
+    assert run_experiment(agents.Agents, options) == 0
     return {each["data"]["method"]: each["data"] for each in records.read(folder / "out" / "agents.jsonl")}
 
 

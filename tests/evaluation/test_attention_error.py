@@ -12,9 +12,10 @@ from kvsketch import models
 from kvsketch.models import texts
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import attention_error, attention_protocol, experiment
-from kvsketch_lab.evaluation.attention_protocol import ORACLE, Captured, Protocol
+from kvsketch_lab.evaluation.attention_protocol import ORACLE, PREFIX, Captured, Protocol
 from tests.helpers import zoo
 from tests.helpers.common import bounded
+from tests.helpers.experiments import run_experiment
 
 ROOT = Path(__file__).parents[2]
 QUERIES = 16
@@ -61,7 +62,7 @@ def test_reading_everything_is_exact(layers: dict[int, Captured], text: str) -> 
 def test_a_part_is_read_and_the_error_is_not_zero(layers: dict[int, Captured], text: str) -> None:
     outcome = attention_protocol.measure(text, 4, layers[1], QUERIES)
     assert 1e-4 < outcome.error < 2.0
-    assert outcome.tokens_read <= attention_protocol.reads(480 - QUERIES, 4)
+    assert outcome.tokens_read <= PREFIX.reads(480 - QUERIES, 4)
 
 
 def test_positions_in_the_cache_are_refused(layers: dict[int, Captured]) -> None:
@@ -83,8 +84,8 @@ def test_the_oracle_is_better_than_what_reads_as_many_tokens(layers: dict[int, C
 def test_the_error_is_that_of_a_direct_computation(layers: dict[int, Captured]) -> None:
     layer = layers[1]
     context = 480 - QUERIES
-    recent = attention_protocol.reads(context, 4) - attention_protocol.SINKS
-    kept = [*range(attention_protocol.SINKS), *range(context - recent, context)]
+    recent = PREFIX.reads(context, 4) - PREFIX.sinks
+    kept = [*range(PREFIX.sinks), *range(context - recent, context)]
     queries = layer.queries[:, :, context:].double()
     keys, values = (t[:, :, :context].double().repeat_interleave(2, 1) for t in (layer.keys, layer.values))
 
@@ -143,7 +144,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv,uniform"]
     line += ["--rates", "4,8", "--seeds", "0-2", "--out", str(tmp_path)]
     for _ in range(2):
-        assert attention_error.main(line) == 0
+        assert run_experiment(attention_error.AttentionError, line) == 0
     result = list(records.read(tmp_path / "attention_error.jsonl"))
     # Three methods without chance once, uniform with three seeds, at two rates.
     assert len(loads) == 1 and len(result) == 2 * (3 + 3)
@@ -151,7 +152,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
     assert all(record["data"]["outcomes"]["1"]["error"] > 0 for record in result)
     assert "12 records" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--tokens 170 leaves too few"):
-        attention_error.main([*line, "--tokens", "170"])
+        run_experiment(attention_error.AttentionError, [*line, "--tokens", "170"])
     with pytest.raises(ValueError, match="such as 1/8"):
         attention_error.rate_of("1024")
 

@@ -16,6 +16,7 @@ from kvsketch_lab import records
 from kvsketch_lab.evaluation import bfcl, bfcl_cases, transcripts
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.transcripts import Answer, Prologue, ReadPrologues, Transcript, TranscriptOptions
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 LAMPS = """
@@ -281,7 +282,7 @@ def measured(tmp_path_factory: Any, folder: Path, place: Path) -> dict[str, Any]
     out: Path = tmp_path_factory.mktemp("records")
     options = ["--model", str(folder), "--package", str(place), "--classes", "LampAPI", "--cases", "0", "--answer", "8"]
     options += ["--summary-at", "2500", "--summary-tokens", "32", "--budgets", "1/8", "--out", str(out)]
-    assert bfcl.main(options) == 0
+    assert run_experiment(bfcl.Bfcl, options) == 0
     return {each["data"]["method"]: each["data"] for each in records.read(out / "bfcl.jsonl")}
 
 
@@ -349,9 +350,9 @@ def test_shares_of_spans_are_checked_before_anything_is_measured(folder: Path, p
         ("64", "tool=64 is not a share"),
     ):
         with pytest.raises(ValueError, match=said):
-            bfcl.main([*options, "--budgets", wrong])
+            run_experiment(bfcl.Bfcl, [*options, "--budgets", wrong])
     with pytest.raises(ValueError, match="snapkv compacts no spans; use full, summary or rehearse:wait=compact"):
-        bfcl.main([*options, "--methods", "full,snapkv"])
+        run_experiment(bfcl.Bfcl, [*options, "--methods", "full,snapkv"])
     assert not (tmp_path / "out").exists()
 
 
@@ -362,6 +363,6 @@ def test_a_way_that_fails_leaves_the_others(folder: Path, place: Path, tmp_path:
     monkeypatch.setattr(transcripts, "finished_spans", refuse)
     options = ["--model", str(folder), "--package", str(place), "--classes", "LampAPI", "--cases", "1"]
     methods = f"{CHAT},full"
-    assert bfcl.main([*options, "--methods", methods, "--answer", "8", "--out", str(tmp_path)]) == 1
+    assert run_experiment(bfcl.Bfcl, [*options, "--methods", methods, "--answer", "8", "--out", str(tmp_path)]) == 1
     ours, full = (each["data"] for each in records.read(tmp_path / "bfcl.jsonl"))
     assert ours["failed"] == "RuntimeError: no spans today" and full["right"] == 0 and "failed" not in full

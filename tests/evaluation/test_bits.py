@@ -14,6 +14,7 @@ from kvsketch_lab import records
 from kvsketch_lab.evaluation import bit_stores, bits
 from kvsketch_lab.report.bits import tables
 from tests.helpers import zoo
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 BIG = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}
@@ -61,7 +62,7 @@ def test_records_say_what_few_bits_cost(
     model, dropping = save_tiny_model(tmp_path / "tiny"), "rehearse:budget=1/2"
     stores = f"full,full:bits=8,full:bits=auto,full:bits=2,codec:bits=2:center=no,hqq:bits=4,{dropping}"
     options = ["--model", str(model), "--texts", "1", "--tokens", "192", "--steps", "32", "--methods", stores]
-    assert bits.main([*options, "--out", str(tmp_path)]) == 0
+    assert run_experiment(bits.Bits, [*options, "--out", str(tmp_path)]) == 0
     assert "skipped: hqq:bits=4, hqq is not installed" in capsys.readouterr().err
     read = records.read_folder(tmp_path)
     result: dict[str, dict[str, Any]] = {record["data"]["method"]: record["data"] for record in read}

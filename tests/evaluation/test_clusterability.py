@@ -14,6 +14,7 @@ from kvsketch_lab import records
 from kvsketch_lab.evaluation import captures, clusterability
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 
 def vectors(count: int, seed: int = 0) -> torch.Tensor:  # [1, 2, count, 8]
@@ -103,7 +104,7 @@ def test_layers_by_name(folder: Path) -> None:
 
 def run(folder: Path, out: Path, *line: str, code: int = 0) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--device", "cpu", "--out", str(out)]
-    assert clusterability.main([*common, *line]) == code
+    assert run_experiment(clusterability.Clusterability, [*common, *line]) == code
     return list(records.read(out / "clusterability.jsonl"))
 
 

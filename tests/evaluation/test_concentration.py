@@ -10,6 +10,7 @@ import torch
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import concentration
 from kvsketch_lab.evaluation.attention_protocol import Captured
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 
@@ -48,7 +49,7 @@ def test_attention_is_that_of_each_head_over_the_context_alone() -> None:
 def test_a_record_for_each_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     line = ["--model", str(model), "--tokens", "96", "--steps", "24", "--important", "8", "--out", str(tmp_path)]
-    assert concentration.main(line) == 0
+    assert run_experiment(concentration.Concentration, line) == 0
     made = list(records.read(tmp_path / "concentration.jsonl"))
     assert [each["data"]["layer"] for each in made] == list(range(len(made))) and made
     for each in made:

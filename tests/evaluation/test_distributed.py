@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import distributed, runner
+from kvsketch_lab.evaluation import distributed
 from kvsketch_lab.evaluation.experiment import (
     FAILED,
     Cell,
@@ -23,6 +23,7 @@ from kvsketch_lab.evaluation.experiment import (
     methods_option,
 )
 from kvsketch_lab.options import option
+from tests.helpers.experiments import run_experiment
 
 
 @dataclass
@@ -91,7 +92,7 @@ def _ray() -> Iterator[None]:
 
 
 def run(out: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
-    assert runner.main(Fragile, ["--out", str(out), *arguments]) == code
+    assert run_experiment(Fragile, ["--out", str(out), *arguments]) == code
     return list(records.read(out / "fragile.jsonl"))
 
 

@@ -16,8 +16,10 @@ from kvsketch.decode.asking import chat_frame
 from kvsketch.methods import parse_method
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import gsm8k, instructions, leval, likelihood, locomo
+from kvsketch_lab.evaluation.experiment import end_tokens
 from kvsketch_lab.evaluation.questions import Question
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 ROW = {
     "input": "A text of words. " * 12,
@@ -61,7 +63,7 @@ def test_a_turn_follows_the_answers_before_it(tmp_path: Path, model: Path) -> No
     between = experiment.tokenizer(chat_frame(experiment.tokenizer).between).input_ids
     cells = experiment.cells()
     questions = [experiment.ask(cell) for cell in cells]
-    ends = experiment._ends
+    ends = end_tokens(experiment.model)
     for first, second in ((0, 1), (2, None)):
         ids = list(questions[first].ids)
         new = greedy(experiment.model, ids, 4, ends)
@@ -163,7 +165,7 @@ def test_a_long_answer_stays_within_its_share(tmp_path: Path, model: Path) -> No
     (tmp_path / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     options = ["--data", str(tmp_path / "test.jsonl"), "--model", str(model), "--device", "cpu", "--problems", "2"]
     options += ["--max-new-tokens", "120", "--methods", "full,streamingllm", "--bytes", "1/4", "--out", str(tmp_path)]
-    assert gsm8k.main(options) == 0
+    assert run_experiment(gsm8k.Gsm8k, options) == 0
     data = [record["data"] for record in records.read(tmp_path / "gsm8k.jsonl")]
     assert len(data) == 4 and data[0]["expected"] == [0.0, 2.0] and data[0]["source"] == "openai/grade-school-math"
     small = [each for each in data if each["method"] == "streamingllm"]

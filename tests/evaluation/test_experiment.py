@@ -22,10 +22,11 @@ from kvsketch.compare.shared_prefill import shared_prefill
 from kvsketch.methods import METHODS
 from kvsketch.models import identity
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import experiment, runner
+from kvsketch_lab.evaluation import experiment
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, failure, methods_option
 from kvsketch_lab.options import option
 from tests.helpers import tiny, zoo
+from tests.helpers.experiments import run_experiment
 
 calls: list[str] = []
 
@@ -79,7 +80,7 @@ def _fresh(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def run(out: Path, *arguments: str, code: int | None = 0) -> list[dict[str, Any]]:
-    assert runner.main(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == code
+    assert run_experiment(Toy, ["--out", str(out), "--budgets", "1/4,64", *arguments]) == code
     return list(records.read(out / "toy_example.jsonl"))
 
 

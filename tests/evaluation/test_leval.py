@@ -10,6 +10,7 @@ import pytest
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import leval
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 ROWS = {
     "tpo": {"input": "A text. " * 40, "instructions": ["which\nA. this\nB. that", "why"], "outputs": ["B", "AC"]},
@@ -50,7 +51,7 @@ def test_records_of_every_question(folder: Path, tmp_path: Path) -> None:
     model = tiny.save_tiny_model(tmp_path / "model")
     options = ["--data", str(folder), "--model", str(model), "--device", "cpu", "--tasks", "tpo,sci_fi"]
     options += ["--most-tokens", "200", "--methods", "full,streamingllm", "--budgets", "64", "--out", str(tmp_path)]
-    assert leval.main(options) == 0
+    assert run_experiment(leval.Leval, options) == 0
     data = [record["data"] for record in records.read(tmp_path / "leval.jsonl")]
     assert len(data) == 6 and {each["task"] for each in data} == {"tpo", "sci_fi"}
     assert all(len(each["text_sha256"]) >= 16 and each["prompt_tokens"] < 450 for each in data)

@@ -16,6 +16,7 @@ from kvsketch_lab import records
 from kvsketch_lab.evaluation import line_records, lines, questions
 from kvsketch_lab.evaluation.questions import chat_question
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 LINE = re.compile(r"line ([a-z]+-[a-z]+): REGISTER_CONTENT is <(\d+)>")
 
@@ -27,7 +28,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(out: Path, folder: Path, *arguments: str, code: int = 0) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--out", str(out), "--device", "cpu", "--max-new-tokens", "8"]
-    assert lines.main([*common, *arguments]) == code
+    assert run_experiment(lines.Lines, [*common, *arguments]) == code
     return [record["data"] for record in records.read(out / "lines.jsonl")]
 
 
@@ -215,7 +216,7 @@ def test_wrong_options_are_named(model_folder: Path) -> None:
         (["--methods", "snap"], "unknown method 'snap'"),
     ):
         with pytest.raises(ValueError, match=said):
-            lines.main(["--model", str(model_folder), *arguments])
+            run_experiment(lines.Lines, ["--model", str(model_folder), *arguments])
 
 
 def test_prompts_read_as_a_stream_give_the_answers_of_streaming_generation(tmp_path: Path, model_folder: Path) -> None:

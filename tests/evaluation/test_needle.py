@@ -15,6 +15,7 @@ from kvsketch.models import texts
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import needle
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 SENTENCES = [f"Sentence number {chr(97 + i)} of the message. " for i in range(26)] * 40
 
@@ -98,12 +99,12 @@ def test_the_command(asked: needle.Needle, tmp_path: Path) -> None:
     line = ["--model", options.model, "--device", "cpu", "--lengths", "700", "--depths", "0,1", "--repeats", "1",
             "--methods", "full,snapkv", "--budgets", "1/2", "--max-new-tokens", "4"]  # fmt: skip
     line += ["--out", str(tmp_path)]
-    assert needle.main([*line, "--needles", "3"]) == 0
+    assert run_experiment(needle.Needle, [*line, "--needles", "3"]) == 0
     data = [record["data"] for record in records.read(tmp_path / "needle.jsonl")]
     assert [(each["method"], each["depth"]) for each in data] == [
         ("full", 0.0), ("full", 1.0), ("snapkv", 0.0), ("snapkv", 1.0)]  # fmt: skip
     assert all(each["needles"] == 3 and each["tokens_stored"] > 0.4 * each["prompt_tokens"] for each in data)
     with pytest.raises(ValueError, match="--needles 9"):
-        needle.main([*line, "--needles", "9"])
+        run_experiment(needle.Needle, [*line, "--needles", "9"])
     with pytest.raises(ValueError, match="--depths deep is not possible"):
-        needle.main([*line, "--depths", "deep"])
+        run_experiment(needle.Needle, [*line, "--depths", "deep"])

@@ -21,6 +21,7 @@ from kvsketch_lab.evaluation import next_token, perplexity
 from kvsketch_lab.evaluation.next_token import Reading, exact_nll
 from tests.decode.test_decoding import RunInsteadOfReplay
 from tests.helpers import tiny, zoo
+from tests.helpers.experiments import run_experiment
 
 TEXT = "".join(f"{n} green bottles hang on the wall, and {n * n} more. " for n in range(30))
 START = 24
@@ -124,7 +125,7 @@ def test_the_outcome_of_a_stretch() -> None:
 
 def run(folder: Path, out: Path, *line: str, code: int = 0) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--device", "cpu", "--out", str(out)]
-    assert perplexity.main([*common, *line]) == code
+    assert run_experiment(perplexity.Perplexity, [*common, *line]) == code
     return list(records.read(out / "perplexity.jsonl"))
 
 
@@ -223,9 +224,9 @@ def test_texts_of_a_method_that_draws_have_seeds_of_their_own(folder: Path, tmp_
 
 def test_options_that_leave_nothing() -> None:
     with pytest.raises(ValueError, match="--prefix 100 leaves nothing of --tokens 100"):
-        perplexity.main(["--tokens", "100", "--prefix", "100"])
+        run_experiment(perplexity.Perplexity, ["--tokens", "100", "--prefix", "100"])
     with pytest.raises(ValueError, match="--bucket 200 with --steps 16 names no position"):
-        perplexity.main(["--protocol", "prefill", "--tokens", "200", "--bucket", "200"])
+        run_experiment(perplexity.Perplexity, ["--protocol", "prefill", "--tokens", "200", "--bucket", "200"])
 
 
 @pytest.mark.real_model

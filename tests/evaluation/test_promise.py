@@ -9,6 +9,7 @@ import pytest
 
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import promise
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 
@@ -16,7 +17,7 @@ from tests.helpers.tiny import save_tiny_model
 def test_records_say_what_was_promised_and_what_was_lost(tmp_path: Path, kind: list[str]) -> None:
     model, methods = save_tiny_model(tmp_path / "tiny"), "rehearse:loss=50%,rehearse:loss=0.001%"
     options = ["--model", str(model), "--texts", "1", "--methods", methods, *kind, "--out", str(tmp_path)]
-    assert promise.main(options) == 0
+    assert run_experiment(promise.Promises, options) == 0
     read = {record["data"]["method"]: record["data"] for record in records.read_folder(tmp_path)}
     large, small = (read[each] for each in methods.split(","))
     for data in (large, small):

@@ -19,6 +19,7 @@ from kvsketch_lab.evaluation import attention_protocol, recall, selections, spec
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.selections import Choice
 from tests.helpers import tiny, zoo
+from tests.helpers.experiments import run_experiment
 
 CONTEXT, STEPS = 240, 12
 SMALL = "clusterkv:tokens_per_cluster=6:sinks=4:completion=false"
@@ -149,7 +150,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def run(folder: Path, out: Path, *line: str) -> list[dict[str, Any]]:
     common = ["--model", str(folder), "--device", "cpu", "--out", str(out)]
-    assert recall.main([*common, *line]) == 0
+    assert run_experiment(recall.Recall, [*common, *line]) == 0
     return list(records.read(out / "recall.jsonl"))
 
 
@@ -199,7 +200,7 @@ def test_a_real_model(tmp_path: Path) -> None:
 @pytest.mark.real_model
 def test_speculation_finds_more_with_the_rotation_known(tmp_path: Path) -> None:
     line = ["--tokens", "96", "--steps", "4", "--layers", "6", "--budget", "32", "--out", str(tmp_path)]
-    assert speculation.main(line) == 0
+    assert run_experiment(speculation.Speculation, line) == 0
     result = {
         record["data"]["query"]: record["data"]["recall"] for record in records.read(tmp_path / "speculation.jsonl")
     }

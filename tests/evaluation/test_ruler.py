@@ -15,6 +15,7 @@ from kvsketch_lab import records
 from kvsketch_lab.evaluation import haystack, ruler
 from kvsketch_lab.evaluation.paragraphs import read_paragraphs
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 WORDS = [f"word{chr(97 + i // 26)}{chr(97 + i % 26)}" for i in range(300)]
 SOURCE = ruler.Source([f"Sentence {i} of the text. " for i in range(200)], WORDS, None)
@@ -83,7 +84,7 @@ def test_texts_are_as_long_as_asked_and_held_out_by_seed(tmp_path: Path, monkeyp
     folder = tiny.save_tiny_model(tmp_path / "model")
     line = ["--model", str(folder), "--device", "cpu", "--tasks", "niah_multikey_2,niah_single_2", "--lengths", "900"]
     line += ["--texts", "1", "--questions", "2", "--methods", "full,snapkv", "--budgets", "1/2", "--out", str(tmp_path)]
-    assert ruler.main([*line, "--max-new-tokens", "4", "--seeds", "0,100"]) == 0
+    assert run_experiment(ruler.Ruler, [*line, "--max-new-tokens", "4", "--seeds", "0,100"]) == 0
     data = [record["data"] for record in records.read(tmp_path / "ruler.jsonl")]
     assert len(data) == 2 * 2 * (2 + 1) and {each["task"] for each in data} == {"niah_multikey_2", "niah_single_2"}
     assert all(700 < each["prompt_tokens"] <= 900 for each in data)

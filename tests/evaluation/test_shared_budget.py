@@ -18,6 +18,7 @@ from kvsketch_lab.evaluation.attention_protocol import PREFIX, Captured
 from kvsketch_lab.evaluation.mixtures import parse_contender
 from kvsketch_lab.evaluation.shared_budget import Asked
 from tests.helpers import zoo
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 CONTEXT, QUERIES, SEED = 448, 32, 5
@@ -233,7 +234,7 @@ def test_mistakes_name_the_choices(text: str, said: str) -> None:
 def test_what_cannot_be_compared_is_refused(tmp_path: Path, options: list[str], said: str) -> None:
     model = save_tiny_model(tmp_path / "tiny")
     with pytest.raises(ValueError, match=said):
-        shared_budget.main(["--model", str(model), "--out", str(tmp_path), *options])
+        run_experiment(shared_budget.SharedBudget, ["--model", str(model), "--out", str(tmp_path), *options])
 
 
 def test_a_record_for_each_contender_and_seed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -241,7 +242,7 @@ def test_a_record_for_each_contender_and_seed(tmp_path: Path, capsys: pytest.Cap
     methods = "balancekv,mixture:top=0,mixture:top=1/2:rest=uniform,rehearse:bits=16:refit=none"
     line = ["--model", str(model), "--tokens", "256", "--steps", "16", "--texts", "1", "--seeds", "0,1"]
     line += ["--budgets", "1/4", "--methods", methods, "--out", str(tmp_path)]
-    assert shared_budget.main(line) == 0
+    assert run_experiment(shared_budget.SharedBudget, line) == 0
     made = [(each["data"], each["seed"]) for each in records.read(tmp_path / "shared_budget.jsonl")]
     assert [seed for _, seed in made] == [0, 1, 0, 1, 0, 1, 0], "a method without draws is measured once"
     for data, _ in made:

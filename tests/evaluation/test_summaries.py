@@ -10,6 +10,7 @@ import pytest
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import summaries
 from tests.helpers import tiny
+from tests.helpers.experiments import run_experiment
 
 PAIRS = [
     ("The cat sat on the mat.", "The cat lay on the mat, and the dog sat."),
@@ -39,8 +40,8 @@ def test_the_full_cache_agrees_with_itself(tmp_path: Path) -> None:
     model = tiny.save_tiny_model(tmp_path / "model")
     options = ["--file", str(file), "--texts", "2", "--tokens", "300", "--max-new-tokens", "12", "--device", "cpu"]
     options += ["--model", str(model), "--budgets", "20%", "--out", str(tmp_path)]
-    assert summaries.main([*options, "--methods", "streamingllm"]) == 0
-    assert summaries.main([*options, "--methods", "full,streamingllm"]) == 0
+    assert run_experiment(summaries.Summaries, [*options, "--methods", "streamingllm"]) == 0
+    assert run_experiment(summaries.Summaries, [*options, "--methods", "full,streamingllm"]) == 0
     data = [record["data"] for record in records.read(tmp_path / "summaries.jsonl")]
     assert [each["method"] for each in data] == ["streamingllm", "streamingllm", "full", "full"]
     for each in data:

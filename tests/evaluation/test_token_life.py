@@ -13,6 +13,7 @@ from kvsketch.models import texts
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import token_life
 from kvsketch_lab.evaluation.token_life import marked, noting_reads, residence, spread, views
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 SENTENCES = ["It is a long time since the Union was formed. "] * 60
@@ -100,8 +101,8 @@ def test_the_experiment_writes_small_records_and_resumes(
     monkeypatch.setattr(texts, "sentences", lambda *_: list(SENTENCES))
     options = ["--model", str(folder), "--methods", "full,snapkv,quest", "--budgets", "1/4", "--tokens", "400"]
     options += ["--chunk", "50", "--out", str(tmp_path), "--dtype", "float32", "--device", "cpu"]
-    assert token_life.main(options) == 0
-    assert token_life.main(options) == 0
+    assert run_experiment(token_life.TokenLife, options) == 0
+    assert run_experiment(token_life.TokenLife, options) == 0
     path = tmp_path / "token_life.jsonl"
     rows = path.read_text(encoding="utf-8").splitlines()
     result = {record["data"]["method"]: record["data"] for record in records.read(path)}
@@ -120,4 +121,4 @@ def test_the_experiment_writes_small_records_and_resumes(
 @pytest.mark.parametrize(("option", "value"), [("--tokens", "10"), ("--chunk", "0")])
 def test_impossible_options_say_what_to_use(option: str, value: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=f"{option} {value}.*use"):
-        token_life.main([option, value, "--out", str(tmp_path)])
+        run_experiment(token_life.TokenLife, [option, value, "--out", str(tmp_path)])

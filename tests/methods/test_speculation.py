@@ -17,8 +17,8 @@ from kvsketch.cache import rotary
 from kvsketch.methods.infinigen import speculation
 from kvsketch.models import texts
 from kvsketch.slots.table import ExactTable
-from kvsketch_lab.evaluation.attention_protocol import capture
-from kvsketch_lab.evaluation.speculation import QUERIES, Asked, recall
+from kvsketch_lab.evaluation.attention_protocol import Captured, capture
+from kvsketch_lab.evaluation.speculation import QUERIES, recall
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
@@ -31,7 +31,7 @@ TINY = "infinigen:budget=16:skip_layers=0:speculate=previous"
 class Layers:
     """Two layers that read the same text."""
 
-    def __init__(self, first: Asked, second: Asked, angles: tuple[float, ...] = ANGLES) -> None:
+    def __init__(self, first: Captured, second: Captured, angles: tuple[float, ...] = ANGLES) -> None:
         self.first, self.second, self.angles = first, second, angles
 
     def recall(self, query: str) -> float:
@@ -54,7 +54,7 @@ def planted(noise: float, seed: int = 0) -> Layers:
     second = second + noise * torch.randn(second.shape, generator=g)
     keys = [torch.randn(1, HEADS, total, SIZE, generator=g) for _ in range(2)]
     queries = [turn(q.unflatten(2, (heads, SIZE)).transpose(1, 2)) for q in (first, second)]
-    return Layers(*(Asked(q, k) for q, k in zip(queries, keys, strict=True)))
+    return Layers(*(Captured(q, k, k, 1.0, 0, 2) for q, k in zip(queries, keys, strict=True)))
 
 
 def test_rotating_forth_and_back_keeps_a_query() -> None:
@@ -252,7 +252,6 @@ def test_a_real_model_asks_in_a_layer_what_the_layer_before_lets_expect() -> Non
     ids = tokenizer(texts.document(), return_tensors="pt").input_ids[:, : 600 + STEPS]
     captured = capture(model, ids, (9, 10, 19, 20))
     for later in (10, 20):
-        pair = [Asked(*captured[number][:2]) for number in (later - 1, later)]
-        layers = Layers(*pair, rotary.frequencies(model.config))
+        layers = Layers(captured[later - 1], captured[later], rotary.frequencies(model.config))
         speculated, mean = layers.recall("previous"), layers.recall("previous, map of other tokens")
         assert layers.recall("own") == 1.0 and speculated > 0.75 and speculated > mean + 0.05

@@ -21,14 +21,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import DynamicCache
 
-from kvsketch.cache.compressed import CompressedCache
 from kvsketch.environment import kernels_in_use
 from kvsketch.methods import parse_method
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, Fields, by_reference
-from kvsketch_lab.benchmark.shapes import TextBenchmark
+from kvsketch_lab.benchmark.shapes import TextBenchmark, make_cache
 from kvsketch_lab.options import option
 
 MOST_ERROR = 0.2  # of the spread of logits; a wrong program gives 1 or more
@@ -85,8 +82,7 @@ class Cpu(TextBenchmark):
         }  # fmt: skip
 
     def _cache(self, method: str) -> Any:
-        model = self.loaded[0]
-        return DynamicCache(config=model.config) if method == "dynamic" else CompressedCache(model, method)
+        return make_cache(self.loaded[0], None if method == "dynamic" else method)
 
     def _read(self, ids: Tensor, cache: Any) -> Tensor:
         output = self.loaded[0](ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
@@ -117,6 +113,3 @@ class Cpu(TextBenchmark):
         first = self._read(ids, cache)
         reading = time.process_time() - start
         return reading, min(self._decode(first, cache)[1])
-
-
-command = functools.partial(runner.command, Cpu)

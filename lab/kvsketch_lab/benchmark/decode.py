@@ -87,7 +87,9 @@ def check_tokens(model: Any, method: str | Method, prompt: Tensor, count: int) -
     attention (full, clusterkv, quest).
     """
     captured, eager = (Session(model, method, prompt, 1, count + 1) for _ in range(2))
-    whole = any(layer.table.exact for layer in _prefilled(model, method, prompt).slot_layers)
+    cache = CompressedCache(model, method)
+    model(prompt, past_key_values=cache, logits_to_keep=1)
+    whole = any(layer.table.exact for layer in cache.slot_layers)
     times = eager.device.milliseconds(eager.run_eagerly, count, warm_up=0)
     median = statistics.median(times or [0.0])
     if not torch.equal(captured.tokens(count), eager.sampler.tokens()):
@@ -100,12 +102,6 @@ def check_tokens(model: Any, method: str | Method, prompt: Tensor, count: int) -
         prompt, past_key_values=CompressedCache(model, method), eos_token_id=model.config.vocab_size, **options
     )
     return None if torch.equal(result, expected) else "captured tokens differ from those of model.generate", median
-
-
-def _prefilled(model: Any, method: str | Method, prompt: Tensor) -> CompressedCache:
-    cache = CompressedCache(model, method)
-    model(prompt, past_key_values=cache, logits_to_keep=1)
-    return cache
 
 
 @dataclass
@@ -152,7 +148,7 @@ class Decode(CheckedBenchmark):
 
     def measure(self, method: str, batch: int) -> Iterator[Fields]:
         self.on.free()
-        row: Fields = {"shape": self.timed, "copy_bytes_per_s": self.bandwidth, "method": method, "batch": batch}
+        row: Fields = {"shape": self.model, "copy_bytes_per_s": self.bandwidth, "method": method, "batch": batch}
         row |= {
             "prompt": self.prompt,
             **dict.fromkeys(OUTCOMES),
@@ -192,12 +188,12 @@ class Decode(CheckedBenchmark):
             "checked_layers": layers,
         }
 
-    def _dynamic(self, steps: int = 12) -> Fields:
+    def _dynamic(self) -> Fields:
         """transformers' own cache and loop body, eager: what a user has today."""
         prompt, cache = self.tokens[:, :CHECK_PROMPT], make_cache(self.built, None)
         token = self.built(prompt, past_key_values=cache, logits_to_keep=1).logits[:, -1:].argmax(-1)
         times = []
-        for _ in range(steps):
+        for _ in range(12):
             self.on.synchronize()
             start = time.perf_counter()
             token = self.built(token, past_key_values=cache).logits[:, -1:].argmax(-1)
@@ -232,6 +228,3 @@ class Decode(CheckedBenchmark):
 
 def _times(times: list[float]) -> Fields:
     return dict(zip(("step_ms", "p10_ms", "p90_ms"), spread(times), strict=True))
-
-
-command = functools.partial(runner.command, Decode)

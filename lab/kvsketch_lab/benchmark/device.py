@@ -95,9 +95,9 @@ class Device:
         if self.is_gpu:
             torch.cuda.synchronize()
 
-    def copy_bandwidth(self, size: int = 1 << 31) -> float:
-        """Bytes read and written per second by a kernel that copies `size` bytes; a captured copy is slower."""
-        size = size if self.is_gpu else min(size, 1 << 24)
+    def copy_bandwidth(self) -> float:
+        """Bytes read and written per second by a kernel that copies; a captured copy is slower."""
+        size = 1 << (31 if self.is_gpu else 24)
         source = torch.randn(size // 4, device=self.name)
         target = torch.empty_like(source)
         timing = self.time([lambda: torch.neg(source, out=target)], least_calls=5)

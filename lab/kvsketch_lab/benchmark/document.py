@@ -11,7 +11,6 @@ reported. Runs on any device; the model is real.
 from __future__ import annotations
 
 import copy
-import functools
 import statistics
 import tempfile
 import time
@@ -26,7 +25,6 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import document_ids, question_inputs
 from kvsketch.methods import parse_method
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, Fields
 from kvsketch_lab.benchmark.shapes import TextBenchmark
 from kvsketch_lab.options import option
@@ -113,6 +111,3 @@ class Document(TextBenchmark):
     def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         base = next(each for each in rows if each["method"] == row["method"] and each["tokens"] == row["tokens"])
         return {"faster": base["seconds"] / row["seconds"]}
-
-
-command = functools.partial(runner.command, Document)

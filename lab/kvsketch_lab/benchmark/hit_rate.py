@@ -10,7 +10,6 @@ head share a token that several of them select. The first step, which finds noth
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -21,7 +20,6 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import TextBenchmark
 from kvsketch_lab.options import option
@@ -82,6 +80,3 @@ class HitRate(TextBenchmark):
     def measure(self, method: str, **shared: Any) -> Iterator[Fields]:
         ids = self.ids(self.prompt + self.steps, "--prompt")
         yield measure(self.loaded[0], method, ids, self.prompt) | shared
-
-
-command = functools.partial(runner.command, HitRate)

@@ -29,7 +29,6 @@ from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch.slots.state import per_row
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.decode import CHECK_PROMPT, Session, check_tokens
 from kvsketch_lab.benchmark.device import spread
 from kvsketch_lab.benchmark.runner import FAILED, Fields
@@ -132,7 +131,7 @@ class Offload(CheckedBenchmark):
             yield from ({"method": method, "batch": batch, "prompt": self.prompt} for batch in self.batches)
 
     def measure(self, method: str, batch: int, prompt: int) -> Iterator[Fields]:
-        row: Fields = {"shape": self.timed, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
+        row: Fields = {"shape": self.model, "ratio": None, "method": method, "batch": batch, "prompt": prompt}
         row |= {**dict.fromkeys(OUTCOMES), "checked_tokens": self.check_tokens, FAILED: None}
         row["checked_layers"] = self.checked.config.num_hidden_layers
         if not self.right(method):
@@ -166,6 +165,3 @@ class Offload(CheckedBenchmark):
             "offloaded_device_bytes": far.cache.device_bytes,
             "offloaded_host_bytes": far.cache.host_bytes,
         }
-
-
-command = functools.partial(runner.command, Offload)

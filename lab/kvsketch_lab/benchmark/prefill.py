@@ -123,6 +123,3 @@ class Prefill(ModelBenchmark):
             "baseline_ms": baseline, "overhead": median / baseline - 1, "cache_bytes": cache.device_bytes,
             "stored": [layer.table.stored() for layer in cache.slot_layers], "peak_bytes": self.on.peak,
         }  # fmt: skip
-
-
-command = functools.partial(runner.command, Prefill)

@@ -16,14 +16,12 @@ problems of the refit are then solved apart from large ones.
 
 from __future__ import annotations
 
-import functools
 import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.prefill import Prefill
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import prefill_times
@@ -87,6 +85,3 @@ class Rehearsal(Prefill):
         timed._set("learned", cache.method.learned)
         prefill_times(self.built, timed, self.length, 0, self.on)
         return row | {f"{part}_ms": timed.spent.get(part, 0.0) for part in PARTS}
-
-
-command = functools.partial(runner.command, Rehearsal)

@@ -150,7 +150,7 @@ class Serve(ShapeBenchmark):
     def measure(self, method: str) -> Iterator[Fields]:
         self.on.free()
         began = time.monotonic()
-        row: Fields = {"shape": self.timed, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
+        row: Fields = {"shape": self.model, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
         row["layers"] = self.built.config.num_hidden_layers
         row |= {"tail": self.tail} if self.tail else {}
         reason = alone(self.built, method) or check_tokens(self.checked, method)
@@ -200,7 +200,13 @@ class Serve(ShapeBenchmark):
         options: dict[str, Any] = {"rows": rows, "longest": self.longest, "queue": rows, "chunk": self.chunk}
         engine = BatchedEngine(self.built, method, **options, **own)
         result: Fields = {"rows": rows, "start_s": time.monotonic() - began, "prefill": engine.prefill}
-        result |= self._shared_bytes(engine, document) if self.tail else {"row_bytes": engine.bytes_per_row}
+        if self.tail:
+            shared = engine._shared
+            assert shared is not None
+            once, row = self._sizes(shared, document)
+            result |= {"document_bytes": once, "row_bytes": row, "device_bytes": shared.device_bytes}
+        else:
+            result["row_bytes"] = engine.bytes_per_row
         try:
             if not self.tail:
                 result["ttft_s"] = self._first_token(engine)
@@ -210,22 +216,14 @@ class Serve(ShapeBenchmark):
         finally:
             engine.close(drain=False)
 
-    def _shared_bytes(self, engine: BatchedEngine, document: CompressedCache) -> Fields:
-        shared = engine._shared
-        assert shared is not None
-        tail = shared.slots_for(self.question + self.new_tokens)
-        return {
-            "document_bytes": shared.store.bytes_per_slot * shared.document_slots(document),
-            "row_bytes": shared.store.bytes_per_slot * tail + shared.bytes_beside,
-            "device_bytes": shared.device_bytes,
-        }
+    def _sizes(self, shared: SharedRows, document: CompressedCache) -> tuple[int, int]:
+        """Bytes of the document in the tables, and of a row's own tail."""
+        slot, tail = shared.store.bytes_per_slot, shared.slots_for(self.question + self.new_tokens)
+        return slot * shared.document_slots(document), slot * tail + shared.bytes_beside
 
     def _shared_size(self, method: Method, document: CompressedCache) -> tuple[int, int]:
         """Rows that fit, and the bytes of tables for the document and a tail for each of them."""
-        probe = SharedRows(self.built, method, 1, self.longest, documents=True)
-        row = probe.store.bytes_per_slot * probe.slots_for(self.question + self.new_tokens) + probe.bytes_beside
-        once = probe.store.bytes_per_slot * probe.document_slots(document)
-        del probe
+        once, row = self._sizes(SharedRows(self.built, method, 1, self.longest, documents=True), document)
         rows = self.rows
         if self.on.is_gpu:
             self.on.free()
@@ -308,6 +306,3 @@ def _first(ticket: Ticket) -> float:
     """Seconds to the first token."""
     assert ticket.timings.first_token is not None
     return ticket.timings.first_token - ticket.timings.submitted
-
-
-command = functools.partial(runner.command, Serve)

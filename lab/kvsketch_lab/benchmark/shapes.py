@@ -180,13 +180,9 @@ class ShapeBenchmark(ModelBenchmark, ABC):
     layers: int | None = option(None, "fewer layers than the shape has", least=1)
     prompt: int = option(32768, "tokens before the steps", least=1)
 
-    @property
-    def timed(self) -> str:
-        """The shape or checkpoint, by whichever option it was named."""
-        return self.model or self.shape
-
-    def build(self, layers: int | None) -> Any:
-        return build(self.timed, layers, self.seed, self.device)
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.model = self.model or self.shape
 
     @functools.cached_property
     def tokens(self) -> Tensor:  # [1, prompt]

@@ -8,14 +8,12 @@ starts early and waits for the one before (such as the combining of attention's 
 
 from __future__ import annotations
 
-import functools
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 from torch.profiler import ProfilerActivity, profile
 
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.decode import Session
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import ShapeBenchmark
@@ -68,6 +66,3 @@ class StepProfile(ShapeBenchmark):
         step_ms = statistics.median(session.times(12))
         yield {"method": method, "batch": batch, "layers": layers, "prompt": prompt, "step_ms": step_ms,
                "kernels": kernels_of(session)}  # fmt: skip
-
-
-command = functools.partial(runner.command, StepProfile)

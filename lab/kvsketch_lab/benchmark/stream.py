@@ -173,6 +173,3 @@ class Stream(ModelBenchmark):
             measure(self.built, method, WARM_UP_CHUNKS * chunk, chunk, 2, self._deadline, self.on, self.seed)
         row = measure(self.built, method, tokens, chunk, self.steps, self._deadline, self.on, self.seed)
         yield with_ratio(row | {"model": model, "kernel_error": self.error}, self._shortest)
-
-
-command = functools.partial(runner.command, Stream)

@@ -18,7 +18,6 @@ not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip 
 
 from __future__ import annotations
 
-import functools
 import importlib.util
 import json
 import statistics
@@ -29,7 +28,6 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from kvsketch.methods import parse_method
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
 from kvsketch_lab.benchmark.shapes import SHAPES
 from kvsketch_lab.benchmark.vllm_engine import OWN, Job, keeps_all
@@ -133,6 +131,3 @@ def run(job: Job) -> Fields:
         return {FAILED: f"the engine ended with {ran.returncode} and told nothing"}
     result: dict[str, Any] = json.loads(lines[-1])
     return result
-
-
-command = functools.partial(runner.command, Vllm)

@@ -18,12 +18,11 @@ Every turn reads a file by a tool, and asks for a value of it, of an earlier one
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.serve.text import Template
-from kvsketch_lab.evaluation import agent_runs, runner
+from kvsketch_lab.evaluation import agent_runs
 from kvsketch_lab.evaluation.experiment import Cell, Experiment
 from kvsketch_lab.evaluation.transcripts import Answer, Prologue, Transcript, TranscriptOptions, columns
 from kvsketch_lab.options import option
@@ -60,15 +59,11 @@ class Agents(Experiment):
             for method, share in own.ways
         ]
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
-        template = Template(self.tokenizer)
-        for cell in cells:
-            run = agent_runs.Run(self.options.turns, self.options.entries, cell.seed)
-            prologue = Prologue(run.system, [agent_runs.TOOL], ASK)
-            yield (
-                cell,
-                outcome(run, Transcript(self.model, template, cell, prologue, self.options), self.options.answer),
-            )
+    def outcome(self, cell: Cell) -> Data:
+        run = agent_runs.Run(self.options.turns, self.options.entries, cell.seed)
+        prologue = Prologue(run.system, [agent_runs.TOOL], ASK)
+        transcript = Transcript(self.model, Template(self.tokenizer), cell, prologue, self.options)
+        return outcome(run, transcript, self.options.answer)
 
     def shown(self, data: Data) -> Data:
         return {"read": mean(data["prefill"]), "end": data["bytes"][-1], "last": data["seconds"][-1]}
@@ -92,6 +87,3 @@ def outcome(run: agent_runs.Run, transcript: Transcript, most: int) -> Data:
             for about in (agent_runs.SYSTEM, agent_runs.FILE)
         },
     }  # fmt: skip
-
-
-command, main = runner.commands(Agents)

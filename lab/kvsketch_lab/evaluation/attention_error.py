@@ -11,7 +11,7 @@ random draws are measured with the first seed only. Runs on any device.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator
+from collections.abc import Hashable
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,12 +19,11 @@ from kvsketch.compare import budgets
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_protocol import (
     ORACLE,
     PREFIX,
     PROTOCOLS,
-    Captured,
     measure,
 )
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
@@ -92,9 +91,13 @@ class AttentionError(LayerExperiment):
         return list(dict.fromkeys(result))
 
     def cells(self) -> list[Cell]:
-        self._check_tokens()
+        tokens, kept = self.options.tokens, self.protocol.sinks + self.protocol.recent
+        if tokens - (0 if self.protocol.causal else self.queries) < 2 * kept:
+            raise ValueError(
+                f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
+            )
         layers = ",".join(map(str, self.layers))
-        added = (("protocol", self.protocol.name), ("tokens", self.options.tokens), ("queries", self.queries))
+        added = (("protocol", self.protocol.name), ("tokens", tokens), ("queries", self.queries))
         return [
             Cell(method, budget, name, seed, (*self.setting, *added, ("layers", layers)))
             for name in self.texts
@@ -102,33 +105,20 @@ class AttentionError(LayerExperiment):
             for seed in (self.seeds if _has_chance(method) else self.seeds[:1])
         ]
 
-    def _check_tokens(self) -> None:
-        tokens, kept = self.options.tokens, self.protocol.sinks + self.protocol.recent
-        if tokens - (0 if self.protocol.causal else self.queries) < 2 * kept:
-            raise ValueError(
-                f"--tokens {tokens} leaves too few beside {kept} kept and {self.queries} queries; use more"
-            )
-
     def alike(self, cell: Cell) -> Hashable:
         """The cells of one text and method; successive groups of one text share its forward."""
         return cell.sample, cell.method
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self.captured(cells[0].sample)
-        for cell in cells:
-            try:
-                rate = rate_of(cell.budget)
-                outcomes = {
-                    str(index): measure(
-                        cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed
-                    )._asdict()
-                    for index, layer in layers.items()
-                }
-                outcome = summary(cell.method, rate, outcomes) | _memory(layers, outcomes)
-                outcome |= {"cache_seed": cell.cache_seed} if _has_chance(cell.method) else {}
-            except (ValueError, RuntimeError) as error:
-                outcome = experiment.failure(error)
-            yield cell, outcome
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        layers, rate = self.captured(cell.sample), rate_of(cell.budget)
+        outcomes = {
+            str(index): measure(cell.method, rate, layer, self.queries, self.protocol, cell.cache_seed)._asdict()
+            for index, layer in layers.items()
+        }
+        full = sum(t.nbytes for layer in layers.values() for t in (layer.keys, layer.values))
+        result = summary(cell.method, rate, outcomes)
+        result |= {"device_bytes": result["bytes"], "host_bytes": 0, "full_bytes": full}
+        return result | ({"cache_seed": cell.cache_seed} if _has_chance(cell.method) else {})
 
 
 def rate_of(budget: str) -> int:
@@ -151,15 +141,5 @@ def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[s
     }
 
 
-def _memory(layers: dict[int, Captured], outcomes: dict[str, dict[str, Any]]) -> dict[str, int]:
-    """Bytes of the tables of the measured layers, and of all their tokens."""
-    held = sum(o["bytes"] for o in outcomes.values())
-    full = sum(t.nbytes for layer in layers.values() for t in (layer.keys, layer.values))
-    return {"device_bytes": held, "host_bytes": 0, "full_bytes": full}
-
-
 def _has_chance(text: str) -> bool:
     return text != ORACLE and parse_method(text).random
-
-
-command, main = runner.commands(AttentionError)

@@ -56,8 +56,6 @@ class Protocol(NamedTuple):
 PREFIX = Protocol("prefix", 16, 64, causal=False)
 BALANCEKV = Protocol("balancekv", 256, 256, causal=True)
 PROTOCOLS = {protocol.name: protocol for protocol in (PREFIX, BALANCEKV)}
-SINKS, RECENT = PREFIX.sinks, PREFIX.recent
-reads = PREFIX.reads
 
 
 class Captured(NamedTuple):
@@ -205,9 +203,7 @@ def _recalled(method: Method, table: SlotTable, layer: Captured, queries: int, p
 
 
 def from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | None = None) -> Tensor:
-    """Attention over all slots; with `seen`, the queries are the last of `seen` tokens, and each sees tokens up to its
-    own.
-    """
+    """Attention over all slots; with `seen`, of the last of so many tokens, each of which sees those up to its own."""
     visible = None if seen is None else _visible(table.index_slots(), seen, queries.shape[2])
     keys, values = table.key_slots(), table.value_slots()
     return ops.weighted_attention(

@@ -31,9 +31,8 @@ from typing import Any
 from kvsketch.serve.spans import SHORT, parts_of
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Call, Calls
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.bfcl_cases import CATEGORIES, Case, Package, TrueCall, package_folder
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, failure, parse_numbers, text_sha256
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, apart, parse_numbers, text_sha256
 from kvsketch_lab.evaluation.transcripts import (
     Answer,
     Message,
@@ -102,18 +101,17 @@ class Bfcl(Experiment):
         self.read = ReadPrologues(self.model, self.template)
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
-        """All ways to hold one case. One that fails leaves the others as they are."""
+        """All ways to hold one case."""
         case = self.package.case(self.entries[cells[0].parts["case"]])
         prologue = Prologue({"role": "system", "content": SYSTEM}, case.tools, ASK, KEPT)
         about = described(self.template, case, prologue)
-        for cell in cells:
-            try:
-                transcript = Transcript(self.model, self.template, cell, prologue, self.options)
-                shared = transcript.begin(self.read)
-                data = {**outcome(case, transcript, self.options.answer), **about, "shared": shared}
-            except Exception as error:
-                data = failure(error)
-            yield cell, data
+
+        def held(cell: Cell) -> Data:
+            transcript = Transcript(self.model, self.template, cell, prologue, self.options)
+            shared = transcript.begin(self.read)
+            return {**outcome(case, transcript, self.options.answer), **about, "shared": shared}
+
+        return apart(cells, held)
 
     def shown(self, data: Data) -> Data:
         return {"read": mean(data["prefill"]), "end": data["bytes"][-1], "questions": len(data["correct"])}
@@ -209,6 +207,3 @@ def described(template: Template, case: Case, prologue: Prologue) -> Data:
         "classes": "+".join(case.classes), "kinds": dict(kinds), "all_tokens": all_tokens,
         "transcript_sha256": text_sha256(text),
     }  # fmt: skip
-
-
-command, main = runner.commands(Bfcl)

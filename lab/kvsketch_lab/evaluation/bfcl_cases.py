@@ -76,9 +76,7 @@ def bound(signature: inspect.Signature, places: tuple[Any, ...], names: dict[str
 
 
 def package_folder(place: str | None) -> Path:
-    """The folder `bfcl_eval`: in `place`, `place` itself, or of the installed package. ValueError that says how to get
-    it.
-    """
+    """The folder `bfcl_eval`: in `place`, `place` itself, or of the installed package."""
     if place is not None:
         for folder in (Path(place).expanduser() / PACKAGE, Path(place).expanduser()):
             if folder.name == PACKAGE and folder.is_dir():
@@ -125,16 +123,14 @@ class Package:
         """A case with the results of its true calls, which are carried out here."""
         classes = tuple(entry["involved_classes"])
         functions = dict(self._functions(classes, entry.get("initial_config", {})))
-        tools = [_tool(doc) for name in classes for doc in _lines(self._docs(name))]
+        docs = [self._data(f"multi_turn_func_doc/{self._module(name)}.json") for name in classes]
+        tools = [_tool(doc) for path in docs for doc in _lines(path)]
         signatures = {name: inspect.signature(function) for name, function in functions.items()}
         turns = []
         for messages, calls in zip(entry["question"], self.answers[entry["id"]], strict=True):
             asked = "\n".join(message["content"] for message in messages)
             turns.append(Turn(asked, tuple(_carried_out(functions, call, entry["id"]) for call in calls)))
         return Case(entry["id"], classes, tools, tuple(turns), signatures)
-
-    def _docs(self, name: str) -> Path:
-        return self._data(f"multi_turn_func_doc/{self._module(name)}.json")
 
     def _module(self, name: str) -> str:
         if name not in self.modules:
@@ -211,7 +207,7 @@ def _carried_out(functions: dict[str, Any], call: str, case: str) -> TrueCall:
         said = functions[name](**named)
     except Exception as error:  # as the leaderboard does: the caller is told
         said = f"Error during execution: {error}"
-    return TrueCall(name, named, arguments, said if isinstance(said, str) else _written(said))
+    return TrueCall(name, named, arguments, _written(said))
 
 
 def _parsed(call: str, case: str) -> tuple[str, tuple[Any, ...], dict[str, Any]]:

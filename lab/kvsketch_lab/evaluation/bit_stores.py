@@ -33,7 +33,7 @@ FP8 = torch.float8_e4m3fn
 class Store(ABC):
     """One way to hold keys and values, as a cache that a model can use."""
 
-    whole = True  # whether every token can be read back
+    whole = True  # whether it keeps every token, so that all can be read back
     held = True  # whether bytes and steps are those of a cache that is really there
 
     def __init__(self, text: str, config: Any) -> None:
@@ -59,11 +59,11 @@ class Store(ABC):
 
 
 class Ours(Store):
-    """A method of kvsketch that keeps every token."""
+    """A method of kvsketch."""
 
     def __init__(self, text: str, config: Any) -> None:
         super().__init__(text, config)
-        parse_method(text)
+        self.whole = parse_method(text).name == "full"
 
     def new(self, model: Any) -> Any:
         return CompressedCache(model, self.text)
@@ -74,12 +74,6 @@ class Ours(Store):
 
     def bytes(self, cache: Any) -> int:
         return int(cache.device_bytes)
-
-
-class Kept(Ours):
-    """A method of kvsketch that drops tokens."""
-
-    whole = False
 
 
 class Taken(Store):
@@ -195,10 +189,8 @@ def store(text: str, config: Any) -> Store:
     """The store that a text names; ValueError with the forms for another one."""
     name = text.partition(":")[0]
     kinds: dict[str, Callable[[str, Any], Store]] = {
-        "full": Ours, "codec": Taken, "quanto": Quantized, "hqq": Quantized, "fp8": Fp8,
+        **dict.fromkeys(METHODS, Ours), "codec": Taken, "quanto": Quantized, "hqq": Quantized, "fp8": Fp8,
     }  # fmt: skip
-    if name in METHODS and name not in kinds:
-        return Kept(text, config)
     if name not in kinds or (name == "fp8" and text != "fp8"):
         forms = "full:bits=4, codec:bits=4:center=no, quanto:bits=4, hqq:bits=4, fp8 or another method of kvsketch"
         raise ValueError(f"--methods {text} is no way to keep a text in few bits; use {forms}")

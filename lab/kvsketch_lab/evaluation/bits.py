@@ -29,11 +29,11 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode import captured
-from kvsketch_lab.evaluation import experiment, passages, runner
-from kvsketch_lab.evaluation.attention_protocol import Captured, capture, relative_error
+from kvsketch_lab.evaluation import passages
+from kvsketch_lab.evaluation.attention_protocol import capture, relative_error
 from kvsketch_lab.evaluation.bit_stores import Store, store
 from kvsketch_lab.evaluation.captures import full_attention_layers
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
 from kvsketch_lab.evaluation.next_token import STEPS_WORTH_CAPTURING, Reading, losses
 from kvsketch_lab.options import option
 from kvsketch_lab.records import mean
@@ -105,12 +105,7 @@ class Bits(Experiment):
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         first = passages.names(self.options.texts)[0]
         texts = Texts(self.model, self.tokenizer, cells[0].sample, self.options)
-        for cell in cells:
-            try:
-                outcome = texts.outcome(store(cell.method, self.model.config), timed=cell.sample == first)
-            except Exception as error:
-                outcome = experiment.failure(error)
-            yield cell, outcome
+        return apart(cells, lambda cell: texts.outcome(store(cell.method, self.model.config), cell.sample == first))
 
 
 class Texts:
@@ -121,46 +116,44 @@ class Texts:
         ids = passages.token_ids(tokenizer, name, options.tokens + options.steps, model.device)
         self.prompt, middle = ids[:, : options.tokens], options.tokens // 2
         self.next, self.again = ids[:, options.tokens :], ids[:, middle : middle + options.steps]
-        self.layers = full_attention_layers(options.model)
-        self.captured = self._captured(ids)
-        self.exact, self.exact_again = self._logits(_full(model)), self._logits(_full(model), again=True)
-        self.full_bytes = sum(_held(layer) for layer in self.captured.values())
-
-    @torch.no_grad()
-    def _captured(self, ids: Tensor) -> dict[int, Captured]:
-        return {
+        self.captured = {
             index: layer._replace(
                 queries=layer.queries[:, :, self.tokens :],
                 keys=layer.keys[:, :, : self.tokens],
                 values=layer.values[:, :, : self.tokens],
             )
-            for index, layer in capture(self.model, ids, self.layers).items()
+            for index, layer in capture(model, ids, full_attention_layers(options.model)).items()
         }
+        self.exact, self.exact_again = self._logits(None, self.next), self._logits(None, self.again)
+        self.full_bytes = sum(t.nbytes for layer in self.captured.values() for t in (layer.keys, layer.values))
 
     @torch.no_grad()
-    def _logits(self, cache: Any, kind: Store | None = None, again: bool = False) -> Tensor:  # [steps, V]
+    def _logits(self, kind: Store | None, after: Tensor) -> Tensor:  # [steps, V]
         """Logits behind each of the tokens that come after the prompt."""
-        self._prompt_read(cache, kind)
-        return self.model(self.again if again else self.next, past_key_values=cache, use_cache=True).logits[0].float()
+        return self.model(after, past_key_values=self._read(kind), use_cache=True).logits[0].float()
 
     @torch.no_grad()
-    def _prompt_read(self, cache: Any, kind: Store | None) -> None:
+    def _read(self, kind: Store | None) -> Any:
+        """The cache of a store that has read the prompt; transformers' own without one."""
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=self.model.config) if kind is None else kind.new(self.model)
         self.model(self.prompt, past_key_values=cache, use_cache=True, logits_to_keep=1)
         if kind is not None:
             kind.prompt_read(cache)
+        return cache
 
     @torch.no_grad()
     def outcome(self, kind: Store, timed: bool) -> Data:
         """What one store costs on this text."""
-        cache = kind.new(self.model)
-        self._prompt_read(cache, kind)
+        cache = self._read(kind)
         result: Data = {"error": self._error(kind, cache)} if kind.whole else {}
         result["full_bytes"] = self.full_bytes
         if kind.held:
             result["device_bytes"] = kind.bytes(cache)
         del cache
-        result["kl"] = divergence(self.exact, self._logits(kind.new(self.model), kind))
-        again = self._logits(kind.new(self.model), kind, again=True)
+        result["kl"] = divergence(self.exact, self._logits(kind, self.next))
+        again = self._logits(kind, self.again)
         result |= {"again_kl": divergence(self.exact_again, again), "again_nll": self._loss(again)}
         result["full_again_nll"] = self._loss(self.exact_again)
         return result | (self._times(kind) if timed and kind.held else {})
@@ -181,8 +174,7 @@ class Texts:
         return mean(errors)
 
     def _times(self, kind: Store) -> Data:
-        cache = kind.new(self.model)
-        self._prompt_read(cache, kind)
+        cache = self._read(kind)
         token = self.next[:, :1]
         seconds = []
         for _ in range(2 + TIMED):
@@ -193,10 +185,9 @@ class Texts:
         cache = kind.new(self.model)
         if not isinstance(cache, CompressedCache) or captured.impossible(self.model, cache, {}) is not None:
             return result
-        self._prompt_read(cache, kind)
         count = STEPS_WORTH_CAPTURING + 2 * TIMED
         ids = torch.cat([self.prompt, self.next.repeat(1, -(-count // self.steps))[:, :count]], 1)
-        reading = Reading(self.model, cache, ids, self.tokens)
+        reading = Reading(self.model, self._read(kind), ids, self.tokens)
         reading.to(ids.shape[1] - TIMED)
         begun = self._now()
         reading.to(ids.shape[1])
@@ -212,16 +203,3 @@ def divergence(exact: Tensor, other: Tensor) -> float:
     """Mean over tokens of KL(exact || found) in nats, from logits [n, V]."""
     p, q = exact.log_softmax(-1), other.log_softmax(-1)
     return float((p.exp() * (p - q)).sum(-1).mean())
-
-
-def _full(model: Any) -> Any:
-    from transformers import DynamicCache
-
-    return DynamicCache(config=model.config)
-
-
-def _held(layer: Captured) -> int:
-    return sum(t.numel() * t.element_size() for t in (layer.keys, layer.values))
-
-
-command, main = runner.commands(Bits)

@@ -18,7 +18,7 @@ If keys cluster better than values, their radius falls faster and they open fewe
 from __future__ import annotations
 
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,11 +26,10 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions, layer_numbers
 from kvsketch_lab.evaluation.experiment import Cell
-from kvsketch_lab.evaluation.result_table import evenly
+from kvsketch_lab.lists import evenly, grouped
 from kvsketch_lab.options import option
 from kvsketch_lab.records import Estimate, mean, mean_over_texts
 
@@ -152,22 +151,17 @@ class Clusterability(LayerExperiment):
             for layer in self.layers
         ]
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self.captured(cells[0].sample)
-        for cell in cells:
-            yield cell, self._outcome(layers[cell["layer"]], cell["points"], cell.seed)
-
     @torch.no_grad()
-    def _outcome(self, layer: Captured, points: int, seed: int) -> dict[str, Any]:
-        most = self.options.most_centers
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        layer, most = self.captured(cell.sample)[cell["layer"]], self.options.most_centers
         result: dict[str, Any] = {
             "query_norm": query_norms(layer.queries),
             "keys": shape_of(layer.keys, most),
             "values": shape_of(layer.values, most),
         }
-        if points:
-            head = random.Random(f"{seed} {layer.layer}").randrange(layer.keys.shape[1])
-            result["tsne"] = picture(layer, head, points, seed)
+        if cell["points"]:
+            head = random.Random(f"{cell.seed} {layer.layer}").randrange(layer.keys.shape[1])
+            result["tsne"] = picture(layer, head, cell["points"], cell.seed)
         return result
 
     def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
@@ -182,16 +176,11 @@ class Clusterability(LayerExperiment):
 
 def run_means(cells: Sequence[dict[str, Any]]) -> list[float]:
     """Mean query norm of each run of tokens over the given layers; layers of one text are not independent samples."""
-    texts: dict[tuple[str, int], list[list[float]]] = {}
-    for each in cells:
-        texts.setdefault((each["sample"], each["seed"]), []).append(each["query_norm"]["runs"])
-    return [mean(run) for layers in texts.values() for run in zip(*layers, strict=True)]
+    texts = grouped(cells, lambda each: (each["sample"], each["seed"])).values()
+    return [mean(run) for own in texts for run in zip(*(each["query_norm"]["runs"] for each in own), strict=True)]
 
 
 def _fall(radius: dict[str, list[float]]) -> float:
     """r(k) / r(1) in the mean over heads, for the k that is shown or the largest there is."""
     k = max((size for size in map(int, radius) if size <= SHOWN_K), default=1)
     return mean([last / first if first else 0.0 for last, first in zip(radius[str(k)], radius["1"], strict=True)])
-
-
-command, main = runner.commands(Clusterability)

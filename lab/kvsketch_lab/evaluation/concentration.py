@@ -14,14 +14,12 @@ One record for each layer, means over steps and query heads:
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import Cell
@@ -87,13 +85,9 @@ class Concentration(LayerExperiment):
         ]
 
     @torch.no_grad()
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = self.captured(cells[0].sample)
-        for cell in cells:
-            yield cell, outcome(attention(layers[cell["layer"]], self.options.tokens), self.options.important)
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        layer = self.captured(cell.sample)[cell["layer"]]
+        return outcome(attention(layer, self.options.tokens), self.options.important)
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"still_{steps}": share for steps, share in data["still"].items()}
-
-
-command, main = runner.commands(Concentration)

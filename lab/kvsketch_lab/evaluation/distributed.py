@@ -55,23 +55,17 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
                 bar.update(len(result))
 
 
-class Started(NamedTuple):
-    """How the user started the experiment, and how many threads each worker may use."""
-
-    folder: str
-    command: list[str]
-    threads: int
-
-
 class Worker:
     """One process of the cluster: an open experiment."""
 
-    def __init__(self, experiment: type[Experiment], options: ExperimentOptions, started: Started) -> None:
+    def __init__(
+        self, experiment: type[Experiment], options: ExperimentOptions, folder: str, command: list[str], threads: int
+    ) -> None:
         # Paths among the options and the command in the records are those of the process that the user started.
-        if os.path.isdir(started.folder):
-            os.chdir(started.folder)
-        sys.orig_argv = started.command
-        torch.set_num_threads(started.threads)
+        if os.path.isdir(folder):
+            os.chdir(folder)
+        sys.orig_argv = command
+        torch.set_num_threads(threads)
         self.experiment = experiment(options)
 
     def open(self) -> list[Record]:
@@ -121,8 +115,7 @@ class _Pool:
         actor = self.ray.remote(Worker).options(
             num_cpus=share.processors, num_gpus=share.gpus, scheduling_strategy="SPREAD"
         )
-        started = Started(os.getcwd(), sys.orig_argv, share.threads)
-        worker = actor.remote(type(experiment), experiment.options, started)
+        worker = actor.remote(type(experiment), experiment.options, os.getcwd(), sys.orig_argv, share.threads)
         self.running[worker.open.remote()] = (worker, [])
 
     def _after_death(self, group: list[Cell], waiting: deque[list[Cell]], error: Exception) -> list[Record]:

@@ -8,7 +8,7 @@
         name = "lines"
         options: LinesOptions
         def cells(self): ...            # cheap: no model; raises ValueError for impossible options
-        def measure(self, cells): ...   # after open(): yields (cell, outcome)
+        def outcome(self, cell): ...    # after open(): what a record says besides; or `measure` for several together
 
 Class attributes say what its summary shows: `metric` with its interval, `rows`, `by` and `columns`.
 
@@ -22,7 +22,7 @@ import dataclasses
 import hashlib
 import json
 from abc import ABC, abstractmethod
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar, get_type_hints
@@ -36,18 +36,28 @@ from kvsketch.compare import budgets
 from kvsketch.compare.budgets import UNITS
 from kvsketch.methods.budget import Size
 from kvsketch.models.identity import model_sha256
-from kvsketch_lab import records
-from kvsketch_lab.evaluation import result_table
+from kvsketch_lab import columns, records
+from kvsketch_lab.lists import evenly, grouped
 from kvsketch_lab.options import Options, option
-from kvsketch_lab.records import FAILED, Estimate, nested_mean, text_of
+from kvsketch_lab.records import FAILED, Estimate, interval_text, mean, nested_mean, text_of
 
 WIDTH_IN_FILES = 160
+LAYER = ("layer",)
+MOST_VALUES = 6  # of a number that have a column each
+MOST_INTERVALS = 4  # columns whose values have room for their intervals
 Record = dict[str, Any]
+Data = dict[str, Any]
 
 
 def text_sha256(text: str) -> str:
     """Identity of a text: the first 16 digits of its SHA-256."""
     return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def end_tokens(model: Any) -> list[int]:
+    """The tokens that end an answer."""
+    ends = model.generation_config.eos_token_id
+    return ends if isinstance(ends, list) else [ends]
 
 
 def model_option(default: str) -> Any:
@@ -176,9 +186,13 @@ class Experiment(ABC):
     def cells(self) -> list[Cell]:
         """All measurements, in a fixed order; loads no model. Raises ValueError for impossible options."""
 
-    @abstractmethod
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        """What a cell measured."""
+        raise NotImplementedError
+
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         """Yields the outcome of each cell of a group; `failure(error)` for a cell that fails alone."""
+        return apart(cells, self.outcome)
 
     def open(self) -> None:
         """Loads the model; called only when a cell is missing."""
@@ -194,14 +208,11 @@ class Experiment(ABC):
 
     def groups(self) -> Iterable[list[Cell]]:
         """Cells that are measured together."""
-        result: dict[Hashable, list[Cell]] = {}
-        for cell in self.cells():
-            result.setdefault(self.alike(cell), []).append(cell)
-        return result.values()
+        return grouped(self.cells(), self.alike).values()
 
     def estimate(self, data: Sequence[dict[str, Any]]) -> Estimate:
         """What the data of records, none of which failed, say of `metric` together; its interval draws texts."""
-        places = [(each[self.by],) if self.nested else () for each in data]
+        places = [each[self.by] if self.nested else "" for each in data]
         texts = [text_of(each, each["seed"]) for each in data]
         return nested_mean([each[self.metric] for each in data], texts, places)
 
@@ -210,8 +221,35 @@ class Experiment(ABC):
         held, full = data.get("device_bytes"), data.get("full_bytes")
         return {"share": held / full} if held is not None and full else {}
 
-    def table(self, data: list[dict[str, Any]]) -> Table:
-        return result_table.table(self, data)
+    def table(self, data: Sequence[Data]) -> Table:
+        """A row for each value of the fields `rows`: the estimate with its interval, over all and for each of several
+        values of the field `by`; how many were measured and failed; and the means of the fields that `columns` names.
+        """
+        if len({each.get("question") for each in data}) > 1:
+            data = [each | {"method": f"{each['method']}, {each['question']}"} for each in data]
+        known = sorted({each[self.by] for each in data if self.by in each}) if self.by else []
+        known = evenly(known, MOST_VALUES) if known and isinstance(known[0], int) else known
+        values, shown = known if len(known) > 1 else [], columns.parse(self.columns)
+        numbers = [*(f"{self.by}\n{value}" for value in values), self.metric, "samples", "failed"]
+        numbers += [column.heading for column in shown]
+        result = Table(title=self.name)
+        for name in (*self.rows, *numbers):
+            result.add_column(name, justify="right" if name in numbers else "left", no_wrap=True)
+        groups = grouped(data, lambda each: tuple(str(each[name]) for name in self.rows))
+        for key, cells in [*groups.items(), *([(("all",), data)] if self.rows == LAYER else [])]:
+            right = [each | self.shown(each) for each in cells if FAILED not in each and self.metric in each]
+            parts = [[each for each in right if each[self.by] == value] for value in values]
+            counts = str(len(right)), str(len(cells) - len(right))
+            means = _means(right)
+            texts = [*(self._written(part, len(values) <= MOST_INTERVALS) for part in parts), self._written(right)]
+            result.add_row(*key, *texts, *counts, *(c.of(means) for c in shown))
+        return result
+
+    def _written(self, data: Sequence[Data], interval: bool = True) -> str:
+        if not data:
+            return "-"
+        estimate = self.estimate(data)
+        return interval_text(estimate, self.form) if interval else format(estimate.value, self.form)
 
     def show(self, data: list[dict[str, Any]]) -> None:
         """Called at the end with the data of all records of the run, failed ones included: prints the summary."""
@@ -252,9 +290,29 @@ class Experiment(ABC):
         return str(self.options.dtype or ("bfloat16" if on_gpu else "float32"))
 
 
+def _means(data: Sequence[Data]) -> dict[str, float]:
+    """The mean of each number over the records that have it."""
+    values: dict[str, list[float]] = {}
+    for each in data:
+        for name, value in each.items():
+            if isinstance(value, (int, float)):
+                values.setdefault(name, []).append(value)
+    return {name: mean(known) for name, known in values.items()}
+
+
 def failure(error: BaseException) -> dict[str, Any]:
     """The outcome of a cell that failed."""
     return {FAILED: f"{type(error).__name__}: {' '.join(str(error).split())}"}
+
+
+def apart(cells: Iterable[Cell], outcome: Callable[[Cell], dict[str, Any]]) -> Iterator[tuple[Cell, dict[str, Any]]]:
+    """The outcome of each cell; one that fails leaves the others as they are."""
+    for cell in cells:
+        try:
+            result = outcome(cell)
+        except Exception as error:
+            result = failure(error)
+        yield cell, result
 
 
 def parse_numbers(text: str, flag: str) -> list[int]:

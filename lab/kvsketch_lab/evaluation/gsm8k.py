@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.models import encode_chat
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import file_hashes, json_lines
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
@@ -85,6 +84,3 @@ class Gsm8k(QuestionExperiment):
     def score(self, answer: str, expected: Any) -> float:
         said = numbers(answer, len(expected))
         return sum(one == other for one, other in zip(said, expected, strict=False)) / len(expected)
-
-
-command, main = runner.commands(Gsm8k)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
@@ -68,15 +68,8 @@ def _says(answer: str, pattern: str) -> bool:
     return re.search(rf"\b{pattern}\b", answer, re.I) is not None
 
 
-class Drawn(NamedTuple):
-    """A system prompt and what it expects of every answer, by instruction."""
-
-    system: str
-    expected: dict[str, str]
-
-
-def drawn(seed: int, text: int, count: int) -> Drawn:
-    """Instructions of a text, with words that no two of them share."""
+def drawn(seed: int, text: int, count: int) -> tuple[str, dict[str, str]]:
+    """The system prompt of a text, with words that no two instructions share, and what it expects by instruction."""
     chance = random.Random(f"instructions seed {seed} text {text}")
     lines, expected = [], {}
     words = chance.sample(sorted({*ADJECTIVES, *NOUNS}), 2 * len(INSTRUCTIONS))
@@ -84,7 +77,7 @@ def drawn(seed: int, text: int, count: int) -> Drawn:
         word, other, number = words.pop(), words.pop(), str(chance.randint(1000, 99999))
         lines.append(f"- {INSTRUCTIONS[name].text.format(word=word, other=other, number=number)}")
         expected[name] = {"number": number, "motto": f"{word} and {other}"}.get(name, word)
-    return Drawn(LEAD + "\n".join(lines), expected)
+    return LEAD + "\n".join(lines), expected
 
 
 @dataclass
@@ -119,6 +112,3 @@ class Instructions(QuestionExperiment):
 
     def score(self, answer: str, expected: dict[str, str]) -> float:
         return sum(INSTRUCTIONS[name].follows(answer.strip(), word) for name, word in expected.items()) / len(expected)
-
-
-command, main = runner.commands(Instructions)

@@ -14,7 +14,6 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import Item, TaskExperiment, TaskOptions, Wording
 from kvsketch_lab.options import option
 
@@ -66,6 +65,3 @@ class Leval(TaskExperiment):
             said = re.search(r"true|false", answer.lower())
             return float(said is not None and said.group() == right.lower())
         return float(right.lower() in answer.lower())
-
-
-command, main = runner.commands(Leval)

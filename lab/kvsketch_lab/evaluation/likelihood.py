@@ -28,7 +28,6 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch.methods import parse_method
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import Document, Item, TaskExperiment, TaskOptions, Wording, json_lines
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.next_token import largest, losses
@@ -122,6 +121,3 @@ class Likelihood(TaskExperiment):
         logits = [self.model(part, past_key_values=cache, use_cache=True).logits[:, -last:] for part in parts]
         logits = [logits[0][:, -1:], *logits[1:]] if recalls else logits
         return torch.cat(logits, 1).float()
-
-
-command, main = runner.commands(Likelihood)

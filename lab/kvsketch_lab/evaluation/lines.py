@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsketch_lab.evaluation import line_records, runner
+from kvsketch_lab.evaluation import line_records
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.line_records import LineRecord
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
@@ -88,6 +88,3 @@ class Lines(QuestionExperiment):
 def numbers(answer: str) -> list[int]:
     """The whole numbers of an answer."""
     return [int(number) for number in re.findall(r"\d+", answer)]
-
-
-command, main = runner.commands(Lines)

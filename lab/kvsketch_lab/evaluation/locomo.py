@@ -15,14 +15,13 @@ import itertools
 import json
 import re
 import zipfile
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.documents import Document, DocumentExperiment, DocumentOptions, Item, Wording
+from kvsketch_lab.evaluation.summaries import overlap
 from kvsketch_lab.options import option
 
 CATEGORIES = {1: "multi-hop", 2: "temporal", 3: "open-domain", 4: "single-hop"}
@@ -68,9 +67,7 @@ def words(text: str) -> list[str]:
 
 def f1(said: str, wanted: str) -> float:
     """F1 of words, each counted as often as both have it."""
-    one, other = Counter(words(said)), Counter(words(wanted))
-    both = (one & other).total()
-    return 2 * both / (one.total() + other.total()) if both else 0.0
+    return overlap(words(said), words(wanted), 1)
 
 
 def best_parts(said: str, wanted: str) -> float:
@@ -109,6 +106,3 @@ class Locomo(DocumentExperiment):
     def score(self, answer: str, expected: Any) -> float:
         said = answer.strip().partition("\n")[0]
         return (best_parts if expected["task"] == CATEGORIES[1] else f1)(said, expected["answer"])
-
-
-command, main = runner.commands(Locomo)

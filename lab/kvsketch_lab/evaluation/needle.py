@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import haystack, runner
+from kvsketch_lab.evaluation import haystack
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
@@ -127,6 +127,3 @@ def with_decoys(text: str, count: int, chance: random.Random) -> str:
         hidden = DECOY_SENTENCE.format(name=name, number=chance.randint(10_000, 99_999))
         text = text[:place] + hidden + text[place:]
     return text
-
-
-command, main = runner.commands(Needle)

@@ -60,35 +60,12 @@ def full_log_probs(model: Any, ids: Tensor, start: int) -> Tensor:  # [B, n - st
     return result
 
 
-class Script:
-    """Takes the place of the sampler in a decode step: the next token is that of the text. Stores its -log p, and the
+class Reading:
+    """Decode steps along ids [B, n] with a cache that has read the first `start` of these tokens.
+
+    It takes the place of the sampler in a step: the next token is that of the text. It stores -log p of each, and the
     divergence of its distribution from `expected` [B, n - start - 1, V].
     """
-
-    def __init__(self, ids: Tensor, start: int, expected: Tensor | None = None) -> None:
-        self.ids, self.start, self.expected = ids, start, expected
-        self.kl = torch.full(ids.shape, float("nan"), device=ids.device)
-        self.place = torch.full((ids.shape[0], 1), start + 1, device=ids.device)
-        self.nll = torch.full(ids.shape, float("nan"), device=ids.device)
-
-    def before_step(self) -> None:
-        """Nothing to do on the host."""
-
-    def choose(self, logits: Tensor) -> Tensor:  # [B, V] -> [B, 1]
-        """Runs eagerly or under capture, always on the same addresses."""
-        token = self.ids.gather(1, self.place)
-        self.nll.scatter_(1, self.place, losses(logits.unsqueeze(1), token))
-        if self.expected is not None:
-            at = (self.place - self.start - 1).unsqueeze(-1).expand(-1, -1, self.expected.shape[-1])
-            wanted = self.expected.gather(1, at).squeeze(1)  # [B, V]
-            kl = (wanted.exp() * (wanted - logits.float().log_softmax(-1))).sum(-1, keepdim=True)
-            self.kl.scatter_(1, self.place, kl.clamp_min(0))
-        self.place += 1
-        return token
-
-
-class Reading:
-    """Decode steps along ids [B, n] with a cache that has read the first `start` of these tokens."""
 
     def __init__(
         self, model: Any, cache: CompressedCache, ids: Tensor, start: int, expected: Tensor | None = None
@@ -96,20 +73,28 @@ class Reading:
         if cache.tokens_seen != start:
             raise ValueError(f"the cache has read {cache.tokens_seen} tokens, not the first {start} of the text")
         self.model, self.cache = model, cache
-        self._script, self._end = Script(ids, start, expected), start + 1
-        self._token = ids[:, start : start + 1]
+        self.ids, self.start, self.expected = ids, start, expected
+        self.nll, self.kl = (torch.full(ids.shape, float("nan"), device=ids.device) for _ in range(2))
+        self._place = torch.full((ids.shape[0], 1), start + 1, device=ids.device)
+        self._end, self._token = start + 1, ids[:, start : start + 1]
         self._step: decoding.Step | None = None
         if ids.shape[1] - start > STEPS_WORTH_CAPTURING and decoding.impossible(model, cache, {}) is None:
-            sampler = cast(Sampler, self._script)
-            self._step = decoding.Step(model, cache, sampler, self._token, ids.shape[1])
+            self._step = decoding.Step(model, cache, cast(Sampler, self), self._token, ids.shape[1])
 
-    @property
-    def nll(self) -> Tensor:
-        return self._script.nll
+    def before_step(self) -> None:
+        """Nothing to do on the host."""
 
-    @property
-    def kl(self) -> Tensor:
-        return self._script.kl
+    def choose(self, logits: Tensor) -> Tensor:  # [B, V] -> [B, 1]
+        """Runs eagerly or under capture, always on the same addresses."""
+        token = self.ids.gather(1, self._place)
+        self.nll.scatter_(1, self._place, losses(logits.unsqueeze(1), token))
+        if self.expected is not None:
+            at = (self._place - self.start - 1).unsqueeze(-1).expand(-1, -1, self.expected.shape[-1])
+            wanted = self.expected.gather(1, at).squeeze(1)  # [B, V]
+            kl = (wanted.exp() * (wanted - logits.float().log_softmax(-1))).sum(-1, keepdim=True)
+            self.kl.scatter_(1, self._place, kl.clamp_min(0))
+        self._place += 1
+        return token
 
     @torch.no_grad()
     def to(self, end: int) -> None:
@@ -119,5 +104,5 @@ class Reading:
                 self._step.run()
             else:
                 logits = self.model(self._token, past_key_values=self.cache, use_cache=True).logits
-                self._token = self._script.choose(logits[:, -1])
+                self._token = self.choose(logits[:, -1])
             self._end += 1

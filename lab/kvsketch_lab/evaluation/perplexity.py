@@ -24,7 +24,7 @@ steps as the others; its deviation is rounding noise.
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -36,10 +36,11 @@ from kvsketch.compare.budgets import sized, with_budget
 from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.methods import parse_method
 from kvsketch.methods.budget import Size
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import experiment, passages
 from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option
 from kvsketch_lab.evaluation.next_token import Reading, exact_nll, full_log_probs, largest
 from kvsketch_lab.evaluation.prefill import streamed_prefill
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import option
 from kvsketch_lab.records import Estimate, perplexity_deviation
 
@@ -176,7 +177,7 @@ class Perplexity(experiment.Experiment):
         prefilled = None if self.options.chunk else shared_prefill(self.model, read)
         scored = slice(position + 1, position + 1 + steps)
         expected = full_log_probs(self.model, ids[:, : scored.stop - 1], position)
-        for asked in _by_cache(cells):
+        for asked in grouped(cells, _through_one_cache).values():
             seed = asked[0].cache_seed
             # The rows of a cache draw the same numbers, so a method that draws any reads one text at a time.
             rows = [names.index(asked[0].sample)] if _drawn(asked[0]) else list(range(len(names)))
@@ -184,7 +185,10 @@ class Perplexity(experiment.Experiment):
             method, budget = asked[0].method, asked[0].budget
             try:
                 text, facts = sized(self.model, method, budget, position, self.options.budgets_in)
-                cache = self._behind(prefilled, own, rows, seed, text)
+                if prefilled is None:
+                    cache = streamed_prefill(self.model, own, text, seed, self.options.chunk)[1]
+                else:
+                    cache = prefilled.rows(rows).cache(text, seed)
                 reading = Reading(self.model, cache, ids[rows, : scored.stop], position, expected[rows])
                 reading.to(scored.stop)
                 held = memory(cache) | facts
@@ -197,14 +201,6 @@ class Perplexity(experiment.Experiment):
                 result = summary(nll, full[row, scored], steps)
                 result |= {"kl": float(kl.double().mean()), "kl_largest": largest(kl)}
                 yield cell, result | held | _drawn(cell)
-
-    def _behind(
-        self, prefilled: Prefilled | None, read: dict[str, Tensor], rows: list[int], seed: int, text: str
-    ) -> CompressedCache:
-        """The cache of a method behind a prefill."""
-        if prefilled is None:
-            return streamed_prefill(self.model, read, text, seed, self.options.chunk)[1]
-        return prefilled.rows(rows).cache(text, seed)
 
     def estimate(self, data: Sequence[Data]) -> Estimate:
         """The deviation over all tokens; its interval draws runs of tokens."""
@@ -219,14 +215,3 @@ def _through_one_cache(cell: Cell) -> tuple[Any, ...]:
 def _drawn(cell: Cell) -> Data:
     """What the record says of the random numbers of the cell's cache, if there are any."""
     return {"cache_seed": cell.cache_seed} if parse_method(cell.method).random else {}
-
-
-def _by_cache(cells: Iterable[Cell]) -> list[list[Cell]]:
-    """Cells that share a cache."""
-    result: dict[Hashable, list[Cell]] = {}
-    for cell in cells:
-        result.setdefault(_through_one_cache(cell), []).append(cell)
-    return list(result.values())
-
-
-command, main = runner.commands(Perplexity)

@@ -30,8 +30,8 @@ from kvsketch.cache.promise import LENGTH, chunks, likelihoods
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import chat_frame, document_ids, repeat_instruction
 from kvsketch.models import texts
-from kvsketch_lab.evaluation import experiment, line_records, passages, runner
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, methods_option, model_option
+from kvsketch_lab.evaluation import line_records, passages
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
 from kvsketch_lab.evaluation.lines import OPENING
 from kvsketch_lab.options import option
 
@@ -75,11 +75,7 @@ class Promises(Experiment):
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         text = Text(self, cells[0])
-        for cell in cells:
-            try:
-                yield cell, text.outcome(cell.method)
-            except Exception as error:
-                yield cell, experiment.failure(error)
+        return apart(cells, lambda cell: text.outcome(cell.method))
 
 
 class Text:
@@ -104,7 +100,7 @@ class Text:
             ((a + b) // 2, (a + b) // 2 + LENGTH)
             for (a, _), (b, _) in itertools.pairwise(tried) if b - a >= 2 * LENGTH
         ] or tried  # fmt: skip
-        self.full, self.full_answers = self._told("full")
+        self.full, self.full_answers = self._told(self._read("full"))
 
     def _question(self, tokenizer: Any, record: Any) -> tuple[Tensor, Tensor]:
         asked = record.question + chat_frame(tokenizer).after + OPENING.format(name=record.name)
@@ -119,9 +115,8 @@ class Text:
         return cache
 
     @torch.no_grad()
-    def _told(self, method: str, cache: CompressedCache | None = None) -> tuple[Tensor, Tensor]:
+    def _told(self, cache: CompressedCache) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of the passages [K], and of answers with whether they are right [questions, 2]."""
-        cache = self._read(method) if cache is None else cache
         said = likelihoods(cache, self.model, self.ids, self.said, self.spans)[0]
         answers = [self._answer(copy.deepcopy(cache), *each) for each in self.questions]
         return said, torch.tensor(answers, dtype=torch.float64).view(-1, 2)
@@ -137,7 +132,7 @@ class Text:
         promise = cache.promise
         assert promise is not None, f"{method} promises nothing; use rehearse:loss=2%"
         rung = next(rung for rung in promise.curve if rung.method == promise.kept)
-        said, answers = self._told(method, cache)
+        said, answers = self._told(cache)
         lost = float((self.full - said).mean())
         result: Data = {
             "prompt_tokens": self.ids.shape[1], "promised": promise.loss, "chosen": promise.kept, "bytes": rung.bytes,
@@ -152,6 +147,3 @@ class Text:
                 "full_right": float(self.full_answers.mean(0)[1]),
             }
         return result
-
-
-command, main = runner.commands(Promises)

@@ -31,8 +31,9 @@ from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.decode.asking import chat_frame, repeat_instruction
 from kvsketch.methods import parse_method
 from kvsketch.models import encode_chat
-from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, failure
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, end_tokens, failure
 from kvsketch_lab.evaluation.prefill import rows_that_fit, streamed_prefill
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import option
 
 LARGEST_BATCH = 64
@@ -88,9 +89,7 @@ class QuestionOptions(ExperimentOptions):
 
 
 class QuestionExperiment(Experiment):
-    """An experiment whose cells are questions: `questions` names them, `ask` makes the prompt of one, and `score`
-    judges an answer.
-    """
+    """An experiment whose cells are questions: `questions` names them, `ask` makes a prompt, `score` judges answers."""
 
     options: QuestionOptions
 
@@ -120,9 +119,7 @@ class QuestionExperiment(Experiment):
         return 0
 
     def text_of(self, cell: Cell) -> str:
-        """The name of the text that a cell asks about; cells that share one have the same tokens before their
-        question.
-        """
+        """The name of the text of a cell; cells that share it have the same tokens before their question."""
         return cell.text
 
     def cells(self) -> list[Cell]:
@@ -151,20 +148,18 @@ class QuestionExperiment(Experiment):
         return (*super().setting, ("max_new_tokens", options.max_new_tokens), *ways, *streamed)
 
     def groups(self) -> Iterable[list[Cell]]:
-        alike: dict[Hashable, dict[Hashable, list[Cell]]] = {}
-        for cell in self.cells():
-            way = _way(cell)
-            text = self.text_of(cell) if way == UNSEEN else cell.sample
-            alike.setdefault((cell.seed, way, self.batch_key(cell)), {}).setdefault(text, []).append(cell)
         size = self.options.batch or LARGEST_BATCH
-        for texts in alike.values():
+        for alike in grouped(self.cells(), lambda cell: (cell.seed, _way(cell), self.batch_key(cell))).values():
+            texts = grouped(alike, self._prompt_name)
             for some in _chunks(list(texts.values()), size):
                 yield [cell for cells in some for cell in cells]
 
+    def _prompt_name(self, cell: Cell) -> str:
+        """What is compressed before the question of a cell is fed: its text, or its whole prompt."""
+        return self.text_of(cell) if _way(cell) == UNSEEN else cell.sample
+
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        alike: dict[tuple[Any, ...], list[Cell]] = {}
-        for cell in cells:
-            alike.setdefault((cell.sample, cell.seed, cell.setting), []).append(cell)
+        alike = grouped(cells, lambda cell: (cell.sample, cell.seed, cell.setting))
         texts: dict[tuple[int, ...], list[Asked]] = {}
         for own in alike.values():
             question = self.aligned(self.ask(own[0]))
@@ -224,7 +219,7 @@ class QuestionExperiment(Experiment):
     ) -> list[tuple[Cell, dict[str, Any]]]:
         """The outcomes of the questions about some rows of a batch with one method at one budget, of one cache."""
         first = asked[0].cells[0]
-        seed = cache_seed(first.seed, self.text_of(first) if _way(first) == UNSEEN else first.sample)
+        seed = cache_seed(first.seed, self._prompt_name(first))
         try:
             outcomes = self._answers(prompts, rows, asked, seed, size)
         except Exception as error:
@@ -238,10 +233,11 @@ class QuestionExperiment(Experiment):
         """The outcome of each question with the method and budget of its cell."""
         chosen, cache, facts = self._compressed(prompts, rows, asked[0].cells[0], seed)
         answers = self._talks if self.options.turns > 1 else self._answers_apart
-        return [
-            self._outcome(each.question, *answer, facts)
-            for each, answer in zip(asked, answers(chosen, cache, rows, asked, size), strict=True)
-        ]
+        result = []
+        for (_, _, question, _), (answer, own) in zip(asked, answers(chosen, cache, rows, asked, size), strict=True):
+            score = {"score": self.score(answer, question.expected), "answer": answer, "expected": question.expected}
+            result.append({**score, "prompt_tokens": len(question.ids), **facts, **own, **question.facts})
+        return result
 
     def _compressed(
         self, prompts: Prefilled | dict[str, Tensor], rows: list[int], cell: Cell, seed: int
@@ -263,12 +259,19 @@ class QuestionExperiment(Experiment):
     ) -> list[tuple[str, dict[str, Any]]]:
         """Answers to questions each of which is asked of the cache as it is behind its text."""
         result: dict[int, tuple[str, dict[str, Any]]] = {}
-        parts = list(_of_equal_length(asked, size))
+        # Questions with as many tokens are fed together; they may be about the same text.
+        alike = grouped(range(len(asked)), lambda at: len(asked[at].after)).values()
+        parts = [part for own in alike for part in _chunks(own, size)]
         for number, part in enumerate(parts):
             picks = [rows.index(asked[at].row) for at in part]
             ids = torch.tensor([asked[at].after for at in part], dtype=torch.long)
             own = cache if number == len(parts) - 1 else copy.deepcopy(cache)
-            tokens = self._continue(texts, own, picks, ids, self.new_tokens(asked[0].cells[0]))
+            read = texts
+            if picks != list(range(len(texts.input_ids))):
+                own.batch_select_indices(torch.tensor(picks, device=self.model.device))
+                read = texts.rows(picks)
+            new = self.new_tokens(asked[0].cells[0])
+            tokens = read.generate(own, new, ids if ids.shape[1] else None, self.options.eager)
             held = memory(own) if self.more else {}
             said = self.tokenizer.batch_decode(tokens, skip_special_tokens=True)
             for at, answer, doubt in zip(part, said, own.doubt(), strict=True):
@@ -301,34 +304,8 @@ class QuestionExperiment(Experiment):
             texts.attention_mask = torch.cat([texts.attention_mask, seen], 1)
             tokens = texts.generate(cache, self.options.max_new_tokens, ids, self.options.eager)[0].tolist()
             result.append(str(self.tokenizer.decode(tokens, skip_special_tokens=True)))
-            unread = [tokens[-1]] if tokens[-1] not in self._ends else []
+            unread = [tokens[-1]] if tokens[-1] not in end_tokens(self.model) else []
         return result
-
-    @property
-    def _ends(self) -> list[int]:
-        ends = self.model.generation_config.eos_token_id
-        return ends if isinstance(ends, list) else [ends]
-
-    def _continue(
-        self, texts: Prefilled, cache: CompressedCache, picks: list[int], after: Tensor, new: int
-    ) -> Tensor:  # [Q, m]
-        """Answers to questions of equal length [Q, n] about the texts `picks`, several of which may be the same."""
-        if picks != list(range(len(texts.input_ids))):
-            cache.batch_select_indices(torch.tensor(picks, device=self.model.device))
-            texts = texts.rows(picks)
-        question = after if after.shape[1] else None
-        return texts.generate(cache, new, question, self.options.eager)
-
-    def _outcome(self, question: Question, answer: str, own: dict[str, Any], facts: dict[str, Any]) -> dict[str, Any]:
-        return {
-            "score": self.score(answer, question.expected),
-            "answer": answer,
-            "expected": question.expected,
-            "prompt_tokens": len(question.ids),
-            **facts,
-            **own,
-            **question.facts,
-        }
 
 
 def _way(cell: Cell) -> str:
@@ -340,15 +317,6 @@ def _left_padded(rows: Sequence[Sequence[int]]) -> dict[str, Tensor]:
     ids = torch.tensor([[0] * (width - len(row)) + list(row) for row in rows])
     mask = torch.tensor([[0] * (width - len(row)) + [1] * len(row) for row in rows])
     return {"input_ids": ids, "attention_mask": mask}
-
-
-def _of_equal_length(asked: Sequence[Asked], size: int) -> Iterator[list[int]]:
-    """Numbers of questions that can be fed together: with as many tokens, at most `size` of them."""
-    alike: dict[int, list[int]] = {}
-    for number, each in enumerate(asked):
-        alike.setdefault(len(each.after), []).append(number)
-    for numbers in alike.values():
-        yield from _chunks(numbers, size)
 
 
 def _chunks(items: list[Any], size: int) -> Iterator[list[Any]]:

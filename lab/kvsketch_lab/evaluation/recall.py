@@ -30,7 +30,7 @@ from kvsketch.compare.budgets import contenders, with_budget
 from kvsketch.methods import parse_method
 from kvsketch.slots.bytes import token_bytes
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.evaluation import runner, selections
+from kvsketch_lab.evaluation import selections
 from kvsketch_lab.evaluation.attention_error import PAPER_CLUSTERKV
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
@@ -55,7 +55,9 @@ class LayerOutcome:
         self.hot: dict[str, list[int]] = {}
         self.stored = self.bytes = self.full_bytes = 0
 
-    def add(self, layer: Captured, choice: selections.Choice, ranks: torch.Tensor, budget: int) -> None:
+    def add(
+        self, layer: Captured, table: SlotTable, choice: selections.Choice, ranks: torch.Tensor, budget: int
+    ) -> None:
         by_head = selections.recall(choice.rows, ranks, budget).mean(1)
         self.recall[str(layer.layer)] = [round(value, 4) for value in by_head.tolist()]
         self.tokens_read.append(float((choice.rows >= 0).sum(-1).float().mean()))
@@ -66,8 +68,6 @@ class LayerOutcome:
                 shares = selections.cluster_hits(choice.taken, steps)
                 for kind, share in zip(self.hits.values(), shares, strict=True):
                     kind.setdefault(str(steps), []).append(float(share.mean()))
-
-    def add_table(self, table: SlotTable, context: int) -> None:
         count = selections.cluster_count(table)
         self.clusters += [] if count is None else [count]
         self.stored = max(self.stored, table.stored())
@@ -183,8 +183,7 @@ class Recall(LayerExperiment):
             table = selections.table_of(method, layer, context, cell.cache_seed) if own is None else own
             shared = table if recalls else shared
             choice = selections.choose(method, table, layer.queries[:, :, context:])
-            outcomes[cell].add(layer, choice, ranks, sizes[cell])
-            outcomes[cell].add_table(table, context)
+            outcomes[cell].add(layer, table, choice, ranks, sizes[cell])
             if method.family == "recall" and cell.budget in self.options.hot_budgets:
                 for steps in self.options.keep_steps:
                     counted = selections.hot_set_hits(method, layer, context, steps, cell.cache_seed)
@@ -197,6 +196,3 @@ class Recall(LayerExperiment):
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"{kind} {steps}": share for kind in HITS for steps, share in data.get(kind, {}).items()}
-
-
-command, main = runner.commands(Recall)

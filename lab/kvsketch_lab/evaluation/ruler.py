@@ -19,16 +19,16 @@ each in a question of its own. An answer is begun for the model and has as many 
 
 from __future__ import annotations
 
-import functools
 import itertools
 import random
 import uuid
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from kvsketch_lab.evaluation import haystack, runner
+from kvsketch_lab.evaluation import haystack
 from kvsketch_lab.evaluation.experiment import Cell, text_sha256
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, NOUNS
@@ -220,19 +220,15 @@ def _paragraphs(chance: random.Random, size: int, source: Source) -> Made:
     return Made(lead + body, [Ask(f"\n\nQuestion: {row.question}", "Answer:", list(row.answers)) for row in asked])
 
 
-def _niah(**options: Any) -> Make:
-    return functools.partial(_needles, **options)
-
-
 TASKS = {
-    "niah_single_1": Task(_niah(hay="noise"), 128),
-    "niah_single_2": Task(_niah(), 128),
-    "niah_single_3": Task(_niah(values="uuids"), 128),
-    "niah_multikey_1": Task(_niah(hidden=4), 128, 4),
-    "niah_multikey_2": Task(_niah(hay="needles"), 128, MOST_ASKED),
-    "niah_multikey_3": Task(_niah(hay="needles", keys="uuids", values="uuids"), 128, MOST_ASKED),
-    "niah_multivalue": Task(_niah(each=4), 128),
-    "niah_multiquery": Task(_niah(hidden=4, together=True), 128),
+    "niah_single_1": Task(partial(_needles, hay="noise"), 128),
+    "niah_single_2": Task(_needles, 128),
+    "niah_single_3": Task(partial(_needles, values="uuids"), 128),
+    "niah_multikey_1": Task(partial(_needles, hidden=4), 128, 4),
+    "niah_multikey_2": Task(partial(_needles, hay="needles"), 128, MOST_ASKED),
+    "niah_multikey_3": Task(partial(_needles, hay="needles", keys="uuids", values="uuids"), 128, MOST_ASKED),
+    "niah_multivalue": Task(partial(_needles, each=4), 128),
+    "niah_multiquery": Task(partial(_needles, hidden=4, together=True), 128),
     "vt": Task(_variables, 30),
     "cwe": Task(_common_words, 120),
     "fwe": Task(_frequent_words, 50),
@@ -265,7 +261,7 @@ class Ruler(QuestionExperiment):
         if given and not options.qa_file:
             raise ValueError(f"{given[0]} asks about paragraphs of a file; name SQuAD's or HotpotQA's with --qa-file")
 
-    @functools.cached_property
+    @cached_property
     def _files(self) -> dict[str, Paragraphs]:
         """The paragraphs of qa_1 and qa_2, by task."""
         return {("qa_2" if hops else "qa_1"): result for hops, result in map(read_paragraphs, self.options.qa_file)}
@@ -321,6 +317,3 @@ class Ruler(QuestionExperiment):
     def score(self, answer: str, expected: Any) -> float:
         result = [string.lower() in answer.lower() for string in expected["strings"]]
         return float(any(result)) if expected["match"] == PART else sum(result) / len(result)
-
-
-command, main = runner.commands(Ruler)

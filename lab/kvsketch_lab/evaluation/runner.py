@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -82,7 +81,10 @@ def _counts(record: Record, options: ExperimentOptions) -> bool:
 def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
     """Measures the groups one after another, with the time left, and writes their records."""
     path, common = records_path(experiment), common_fields(experiment)
-    with records.Writer(path, common) as writer, _bar(experiment, groups) as bar:
+    # In a log, a line every half a minute.
+    seconds = 0.2 if sys.stderr.isatty() else 30.0
+    bar = tqdm(total=sum(map(len, groups)), unit="cell", mininterval=seconds, desc=experiment.name)
+    with records.Writer(path, common) as writer, bar:
         for group in groups:
             lost = None
             for cell, record in measure_group(experiment, group):
@@ -95,12 +97,6 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
                 bar.update()
             if lost is not None:
                 raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; run the same command again to continue")
-
-
-def _bar(experiment: Experiment, groups: list[list[Cell]]) -> tqdm:
-    # In a log, a line every half a minute.
-    seconds = 0.2 if sys.stderr.isatty() else 30.0
-    return tqdm(total=sum(map(len, groups)), unit="cell", mininterval=seconds, desc=experiment.name)
 
 
 def start(experiment: type[Experiment], options: ExperimentOptions) -> int:
@@ -144,13 +140,3 @@ def command(experiment: type[Experiment]) -> TyperCommand:
     run_it = functools.partial(start, experiment)
     about = sys.modules[experiment.__module__].__doc__ or ""
     return make_command(experiment.name, experiment.options_type(), run_it, about)
-
-
-def main(experiment: type[Experiment], arguments: list[str]) -> int:
-    """Runs an experiment with the options of a command line; the exit code."""
-    return int(command(experiment).main(arguments, standalone_mode=False) or 0)
-
-
-def commands(experiment: type[Experiment]) -> tuple[Callable[[], TyperCommand], Callable[[list[str]], int]]:
-    """`command` and `main` of an experiment's module."""
-    return functools.partial(command, experiment), functools.partial(main, experiment)

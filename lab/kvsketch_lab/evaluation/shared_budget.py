@@ -27,7 +27,6 @@ Methods without random draws are measured with the first seed only. One record f
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -41,7 +40,7 @@ from kvsketch.methods.rehearse import QUERIES
 from kvsketch.methods.replay import Replay
 from kvsketch.methods.waiting import Waiting
 from kvsketch.slots.table import SlotTable
-from kvsketch_lab.evaluation import experiment, passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_error import rate_of
 from kvsketch_lab.evaluation.attention_protocol import (
     PREFIX,
@@ -131,17 +130,6 @@ class SharedBudget(LayerExperiment):
         """The cells of one text and method; successive groups of one text share its forward and its scores."""
         return cell.sample, cell.method
 
-    @torch.no_grad()
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        layers = list(self.captured(cells[0].sample).values())
-        self._start(cells[0].sample, layers)
-        for cell in cells:
-            try:
-                outcome = self._outcome(cell, layers)
-            except (ValueError, RuntimeError) as error:
-                outcome = experiment.failure(error)
-            yield cell, outcome
-
     @property
     def _angles(self) -> tuple[float, ...]:
         config = self.model.config
@@ -150,13 +138,13 @@ class SharedBudget(LayerExperiment):
         why = rotary.unknown(config, "another model")
         raise ValueError(f"shared-budget rotates queries by the rotary angles of the model, and {why}")
 
-    def _start(self, name: str, layers: list[Captured]) -> None:
-        """What is asked about the text; what contenders have scored is kept until the next one."""
-        if self._text != name:
-            self._text, self._scored = name, {}
+    @torch.no_grad()
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        layers = list(self.captured(cell.sample).values())
+        # What contenders have scored is kept until the next text.
+        if self._text != cell.sample:
             self._asked = [Asked.of(layer, self.options.tokens, self._angles) for layer in layers]
-
-    def _outcome(self, cell: Cell, layers: list[Captured]) -> dict[str, Any]:
+            self._text, self._scored = cell.sample, {}
         context, total = self.options.tokens, PREFIX.reads(self.options.tokens, rate_of(cell.budget))
         method = configured(cell.method, total, context, PREFIX, parse_contender)
         tables = self._tables(cell, method, layers)
@@ -235,6 +223,3 @@ def replayed(layer: Captured, context: int, angles: tuple[float, ...]) -> Tensor
     again = table.state_of(Waiting).again
     assert again is not None
     return again[:, :, :, QUERIES:].flatten(2, 3)
-
-
-command, main = runner.commands(SharedBudget)

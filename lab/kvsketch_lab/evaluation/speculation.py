@@ -14,7 +14,7 @@ map was learned from shuffled tokens, so that it only gives the mean query of th
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -24,18 +24,13 @@ from torch import Tensor
 from kvsketch.cache import rotary
 from kvsketch.methods import InfiniGen
 from kvsketch.slots.table import ExactTable, SlotTable
-from kvsketch_lab.evaluation import runner
+from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.captures import LayerExperiment, LayerOptions
 from kvsketch_lab.evaluation.experiment import Cell, budgets_option
 from kvsketch_lab.evaluation.selections import budget_tokens
 from kvsketch_lab.options import option
 
-
-class Asked(NamedTuple):
-    """What a layer computed for a text: queries [1, Hq, n, D] and keys [1, H, n, D]."""
-
-    queries: Tensor
-    keys: Tensor
+Pair = tuple[Captured, Captured]  # what a layer and the one before it computed for a text
 
 
 class Query(NamedTuple):
@@ -55,9 +50,7 @@ QUERIES = {
 
 
 @torch.no_grad()
-def recall(
-    layers: tuple[Asked, Asked], query: Query, angles: tuple[float, ...], budget: int, steps: int, ratio: float = 0.2
-) -> float:
+def recall(layers: Pair, query: Query, angles: tuple[float, ...], budget: int, steps: int, ratio: float = 0.2) -> float:
     """Share of its true best tokens that the second of two layers reads in the last `steps` tokens."""
     method = InfiniGen(budget=budget, skip_layers=0, alpha=1e6, ratio=ratio, speculate=query.speculate)
     tables = [ExactTable(number, 2, rotary=angles if query.rotation else ()) for number in range(2)]
@@ -76,11 +69,11 @@ def recall(
     return sum(result) / len(result)
 
 
-def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: tuple[Asked, Asked], step: int) -> Tensor:
+def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: Pair, step: int) -> Tensor:
     """One token through both layers; the tokens that each query head of the second reads, [Hq, budget]."""
     rows: Tensor | None = None
     for table, layer in zip(tables, layers, strict=True):
-        asked, key = (tensor[:, :, step : step + 1] for tensor in layer)
+        asked, key = (tensor[:, :, step : step + 1] for tensor in (layer.queries, layer.keys))
         table.append(key, key)
         method.attend(table, asked.contiguous())
         rows = method.rows_chosen(table, asked.contiguous())
@@ -89,7 +82,7 @@ def _step(method: InfiniGen, tables: Sequence[SlotTable], layers: tuple[Asked, A
     return rows[0]
 
 
-def _share_found(rows: Tensor, layer: Asked, step: int, count: int) -> float:
+def _share_found(rows: Tensor, layer: Captured, step: int, count: int) -> float:
     group = layer.queries.shape[1] // layer.keys.shape[1]
     scores = layer.queries[0, :, step : step + 1] @ layer.keys[0, :, :step].repeat_interleave(group, 0).mT
     best = scores.squeeze(1).topk(min(count, step)).indices
@@ -142,19 +135,14 @@ class Speculation(LayerExperiment):
     def alike(self, cell: Cell) -> Hashable:
         return cell.sample
 
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        captured = self.captured(cells[0].sample)
-        angles = rotary.frequencies(self.model.config)
-        for cell in cells:
-            query, budget = QUERIES[cell["query"]], budget_tokens(cell.budget, self.options.tokens)
-            result = {}
-            for layer in self.layers:
-                pair = (Asked(*captured[layer - 1][:2]), Asked(*captured[layer][:2]))
-                result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
-            yield cell, {"recall": sum(result.values()) / len(result), "layers": result}
+    def outcome(self, cell: Cell) -> dict[str, Any]:
+        captured, angles = self.captured(cell.sample), rotary.frequencies(self.model.config)
+        query, budget = QUERIES[cell["query"]], budget_tokens(cell.budget, self.options.tokens)
+        result = {}
+        for layer in self.layers:
+            pair = captured[layer - 1], captured[layer]
+            result[str(layer)] = round(recall(pair, query, angles, budget, self.options.steps), 4)
+        return {"recall": sum(result.values()) / len(result), "layers": result}
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return {f"layer {layer}": value for layer, value in data["layers"].items()}
-
-
-command, main = runner.commands(Speculation)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from kvsketch.models import encode_chat, texts
-from kvsketch_lab.evaluation import passages, runner
+from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.experiment import FAILED, Cell, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
 from kvsketch_lab.options import option
@@ -34,11 +34,11 @@ LEAD = "Summarize the following text in a few sentences.\n\n"
 def rouge(text: str, reference: str) -> dict[str, float]:
     """F measures of ROUGE-1, ROUGE-2 and ROUGE-L over lower-case words and numbers."""
     said, wanted = (re.findall(r"[a-z0-9]+", each.lower()) for each in (text, reference))
-    shared = {f"rouge{n}": _overlap(said, wanted, n) for n in (1, 2)}
+    shared = {f"rouge{n}": overlap(said, wanted, n) for n in (1, 2)}
     return {name: round(value, 4) for name, value in (shared | {"rougeL": _longest(said, wanted)}).items()}
 
 
-def _overlap(said: list[str], wanted: list[str], n: int) -> float:
+def overlap(said: list[str], wanted: list[str], n: int) -> float:
     """F measure of runs of n words, each counted as often as both have it."""
     runs = [Counter(zip(*(words[i:] for i in range(n)), strict=False)) for words in (said, wanted)]
     return _f_measure((runs[0] & runs[1]).total(), runs[0].total(), runs[1].total())
@@ -117,6 +117,3 @@ class Summaries(QuestionExperiment):
 
     def shown(self, data: dict[str, Any]) -> dict[str, Any]:
         return super().shown(data) | {"reference": data.get("reference_rouge", {}).get("rouge2")}
-
-
-command, main = runner.commands(Summaries)

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,14 +26,13 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.compare.budgets import sized, with_budget
+from kvsketch.compare.budgets import sized
 from kvsketch.compare.shared_prefill import memory
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size
 from kvsketch.models import texts
 from kvsketch.slots.table import NEG_INF, SlotTable
-from kvsketch_lab.evaluation import runner
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, budgets_option
 from kvsketch_lab.options import option
 
@@ -69,20 +67,15 @@ class TokenLife(Experiment):
         ]
 
     @torch.no_grad()
-    def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
-        for cell in cells:
-            yield cell, self._life(cell)
-
-    def _life(self, cell: Cell) -> dict[str, Any]:
+    def outcome(self, cell: Cell) -> dict[str, Any]:
         options = self.options
         document = texts.passkey_document(self.tokenizer, options.tokens, options.depth, cell.seed)
         ids = document.input_ids.to(self.model.device)
         words = [self.tokenizer.decode([token]) for token in ids[0].tolist()]
-        share = str(Size.parse(cell.budget).of(ids.shape[1])) if cell.budget else ""
-        in_tokens = cell if options.budgets_in == "bytes" else dataclasses.replace(cell, budget=share)
-        text, facts = with_budget(in_tokens.method, in_tokens.budget), dict[str, Any]()
-        if options.budgets_in == "bytes":
-            text, facts = sized(self.model, cell.method, cell.budget, ids.shape[1], "bytes")
+        budget = cell.budget
+        if budget and options.budgets_in == "tokens":
+            budget = str(Size.parse(budget).of(ids.shape[1]))
+        text, facts = sized(self.model, cell.method, budget, ids.shape[1], options.budgets_in)
         reads: Reads = {}
         method = noting_reads(parse_method(text), reads)
         cache = CompressedCache(self.model, method, seed=cell.cache_seed)
@@ -181,6 +174,3 @@ def spread(count: int, most: int) -> list[int]:
 def _cut(shares: Tensor) -> list[float]:
     # The small addend keeps an exact hundredth, which rounding errors of the mean may have reduced.
     return [math.floor(share * 100 + 1e-4) / 100 for share in shares.tolist()]
-
-
-command, main = runner.commands(TokenLife)

@@ -24,7 +24,14 @@ from kvsketch.methods import parse_method
 from kvsketch.serve.chats import CHAT, Chats, common
 from kvsketch.serve.spans import finished_spans, parse_shares
 from kvsketch.serve.text import Template
-from kvsketch_lab.evaluation.experiment import Cell, ExperimentOptions, budgets_option, methods_option, model_option
+from kvsketch_lab.evaluation.experiment import (
+    Cell,
+    ExperimentOptions,
+    budgets_option,
+    end_tokens,
+    methods_option,
+    model_option,
+)
 from kvsketch_lab.options import option
 
 Data = dict[str, Any]
@@ -184,7 +191,7 @@ class Transcript:
             self._prefilled += cache.compact(spans, self.shares, self.model, torch.tensor([ids], device=device))
         held = cache.device_bytes, cache.tokens_seen
         said: list[int] = []
-        ends = {self.template.tokenizer.eos_token_id, *_listed(self.model.generation_config.eos_token_id)}
+        ends = {self.template.tokenizer.eos_token_id, *end_tokens(self.model)}
         while len(said) < most and (token := int(logits.argmax(-1))) not in ends:
             said.append(token)
             if ended(token):
@@ -213,7 +220,3 @@ class Transcript:
         if self.read is not None:
             # A cache that goes back keeps its memory; a new one has none of what the summary took the place of.
             self.begin(self.read)
-
-
-def _listed(ends: Any) -> list[int]:
-    return ends if isinstance(ends, list) else [ends]

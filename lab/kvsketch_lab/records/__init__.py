@@ -19,7 +19,7 @@ from kvsketch_lab.records.estimate import (
 )
 from kvsketch_lab.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
 from kvsketch_lab.records.identity import budget_value, latest
-from kvsketch_lab.records.stamp import command, commit, machine, make_record, versions
+from kvsketch_lab.records.stamp import command, commit, machine, make_record
 
 __all__ = [
     "FAILED",
@@ -41,6 +41,5 @@ __all__ = [
     "read",
     "read_folder",
     "text_of",
-    "versions",
     "write_whole",
 ]

@@ -48,34 +48,24 @@ def text_of(data: dict[str, Any], seed: int | None) -> tuple[int | None, str]:
 
 def mean_over_texts(values: Sequence[float], texts: Iterable[Hashable]) -> Estimate:
     """The mean of results about texts, of which each value names its own."""
-    return nested_mean(values, texts, [()] * len(values))
+    return nested_mean(values, texts, [""] * len(values))
 
 
-def nested_mean(values: Sequence[float], texts: Iterable[Hashable], places: Sequence[tuple[Hashable, ...]]) -> Estimate:
-    """The mean of means: a place such as (group, task) says which groups' means of tasks' means a value counts in.
-
-    Texts are drawn inside each place.
-    """
+def nested_mean(values: Sequence[float], texts: Iterable[Hashable], places: Sequence[Hashable]) -> Estimate:
+    """The mean over places, such as tasks, of the means of their values; texts are drawn inside each place."""
     if not len(values):
         raise ValueError("an estimate needs at least one value")
-    sums: dict[tuple[Hashable, ...], dict[Hashable, list[float]]] = {}
+    sums: dict[Hashable, dict[Hashable, list[float]]] = {}
     for value, text, place in zip(values, texts, places, strict=True):
         sums.setdefault(place, {}).setdefault(text, []).append(float(value))
     chance = numpy.random.default_rng(0)
-    value, drawn = 0.0, numpy.zeros(RESAMPLES)
+    value, drawn, weight = 0.0, numpy.zeros(RESAMPLES), 1 / len(sums)
     for place in sorted(sums, key=repr):
         of_texts = numpy.array(sorted((math.fsum(own), len(own)) for own in sums[place].values()))
-        weight = _weight(place, list(sums))
         value += weight * math.fsum(of_texts[:, 0]) / of_texts[:, 1].sum()
         total, count = _resampled(of_texts, chance)
         drawn += weight * total / count
     return _estimate(value, drawn, sum(map(len, sums.values())))
-
-
-def _weight(place: tuple[Hashable, ...], places: Sequence[tuple[Hashable, ...]]) -> float:
-    """The weight of a place where all that lie in a common place weigh the same."""
-    beside = (len({other[: at + 1] for other in places if other[:at] == place[:at]}) for at in range(len(place)))
-    return 1 / math.prod(beside)
 
 
 def perplexity_deviation(data: Iterable[dict[str, Any]]) -> Estimate:

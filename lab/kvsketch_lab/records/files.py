@@ -38,7 +38,9 @@ def append(path: str | Path, *records: Record, common: Iterable[str] = ()) -> No
     path.parent.mkdir(parents=True, exist_ok=True)
     names = tuple(common)
     split = [_split(record, names) for record in records]
-    with FileLock(_lock_of(path)), path.open("ab+", buffering=0) as file:
+    # Beside the file: processes of several machines may share the folder.
+    lock = path.with_name(f".{path.name}.lock")
+    with FileLock(lock), path.open("ab+", buffering=0) as file:
         known = _end_last_line(file)
         lines = b""
         for run, own in split:
@@ -50,11 +52,6 @@ def append(path: str | Path, *records: Record, common: Iterable[str] = ()) -> No
         os.fsync(file.fileno())
     if written != len(lines):
         raise OSError(f"{path}: only {written} of {len(lines)} bytes were written; is the disk full?")
-
-
-def _lock_of(path: Path) -> Path:
-    # Beside the file: processes of several machines may share the folder.
-    return path.with_name(f".{path.name}.lock")
 
 
 def _split(record: Record, common: tuple[str, ...]) -> tuple[bytes, bytes]:
@@ -78,9 +75,7 @@ def _start(run: bytes) -> bytes:
 
 
 def _end_last_line(file: Any) -> bytes:
-    """Completes a last line without line break, or cuts it off if it is not a whole record; returns the content after
-    that.
-    """
+    """Completes a last line without line break, or cuts it off if it is not a whole record; the content then."""
     file.seek(0)
     content: bytes = file.read()
     if not content or content.endswith(b"\n"):
@@ -177,17 +172,12 @@ def _parsed(line: bytes, runs: dict[str, Record]) -> Record | None:
     run = runs.get(str(result.pop("of", None)))
     if run is None:
         raise ValueError("its run is not described before it")
-    record = {"seed": None, **run, **result, "data": {**run.get("data", {}), **_data(result)}}
+    if not isinstance(result.get("data"), dict):
+        raise ValueError("it has no data in braces")
+    record = {"seed": None, **run, **result, "data": {**run.get("data", {}), **result["data"]}}
     if not isinstance(record.get("kind"), str):
         raise ValueError("it has no kind")
     return record
-
-
-def _data(record: Record) -> Record:
-    if not isinstance(record.get("data"), dict):
-        raise ValueError("it has no data in braces")
-    result: Record = record["data"]
-    return result
 
 
 def read_folder(folder: Path, remarks: list[str] | None = None, below: bool = False) -> list[Record]:

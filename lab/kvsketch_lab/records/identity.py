@@ -21,7 +21,9 @@ def _key(record: Record) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
     """The method, budget and setting that a record measured, whether it failed or not, and what it measured of that."""
     data = record["data"]
     shared, own = _names(tuple(record.get("identity", ())))
-    group = (record["kind"], _weights(data), *_values(data, shared))
+    # A record may have no hash of the model's weights.
+    weights = str(data.get("model_sha256") or data.get("model") or "")
+    group = (record["kind"], weights, *_values(data, shared))
     return group, (record.get("seed"), *_values(data, own))
 
 
@@ -33,11 +35,6 @@ def _names(identity: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 def _values(data: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
     return [(name, repr(data[name])) for name in names if data.get(name) not in (None, False, "")]
-
-
-def _weights(data: dict[str, Any]) -> str:
-    """The hash of the model's weights, or its name if the record has no hash."""
-    return str(data.get("model_sha256") or data.get("model") or "")
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

@@ -6,13 +6,13 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, latest, mean
 from kvsketch_lab.report.blocks import Code, table
 from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure
-from kvsketch_lab.report.kinds import model_name
+from kvsketch_lab.report.kinds import Data, model_name
 from kvsketch_lab.report.palette import looks
 
-Data = dict[str, Any]
 FULL = "full"
 HEADS = (
     "how the run is held", "right answers", "of the system prompt", "of files", "tokens read by a turn", "longest turn",
@@ -23,21 +23,22 @@ HEADS = (
 def longest(records: Sequence[Record]) -> dict[str, list[Data]]:
     """The measurements of the longest runs of each model; the model with the longest comes first."""
     known = [each["data"] for each in latest(records) if each["kind"] == "agents" and FAILED not in each["data"]]
-    result: dict[str, list[Data]] = {}
-    for model in dict.fromkeys(map(model_name, known)):
-        own = [data for data in known if model_name(data) == model]
-        result[model] = [data for data in own if data["turns"] == max(each["turns"] for each in own)]
+    result = {}
+    for model, own in grouped(known, model_name).items():
+        most = max(data["turns"] for data in own)
+        result[model] = [data for data in own if data["turns"] == most]
     return dict(sorted(result.items(), key=lambda item: -item[1][0]["turns"]))
 
 
 def ways(measured: Sequence[Data]) -> dict[str, list[Data]]:
     """Measurements by what they are called; the full cache is the first."""
-    result: dict[str, list[Data]] = {}
-    for data in sorted(measured, key=lambda data: data["method"] != FULL):
-        limit = f":at={data['summary_at']}" if "summary_at" in data else ""
-        share = data["budget"] and f" {data['budget'] if '=' in data['budget'] else 'tool=' + data['budget']}"
-        result.setdefault(f"{data['method']}{limit}{share}", []).append(data)
-    return result
+    return grouped(sorted(measured, key=lambda data: data["method"] != FULL), _way)
+
+
+def _way(data: Data) -> str:
+    limit = f":at={data['summary_at']}" if "summary_at" in data else ""
+    share = data["budget"] and f" {data['budget'] if '=' in data['budget'] else 'tool=' + data['budget']}"
+    return f"{data['method']}{limit}{share}"
 
 
 def tables(records: Sequence[Record]) -> str:

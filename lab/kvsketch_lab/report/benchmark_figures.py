@@ -10,12 +10,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Record
-from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, usual_steps
+from kvsketch_lab.report.benchmarks import DYNAMIC, benchmark_of, sizes, usual_steps
 from kvsketch_lab.report.canvas import WIDEST, legend, line_style, new_figure
+from kvsketch_lab.report.kinds import Data
 from kvsketch_lab.report.palette import looks, without_budget
 
-Data = dict[str, Any]
 FULL = "full"
 COLOURS = ("#1b6ca8", "#c8553d")
 RIVALS = ("sdpa flash", "sdpa cudnn")
@@ -32,9 +33,7 @@ def draw(records: Sequence[Record]) -> Iterator[tuple[str, Any]]:
 def _decode(data: list[Data]) -> Any:
     last = {(d["method"], d["batch"]): d for d in usual_steps(data) if d["step_ms"] and d["method"] != DYNAMIC}
     longest = max(d["prompt"] for d in last.values())
-    methods: dict[str, list[Data]] = {}
-    for d in sorted(last.values(), key=lambda d: d["batch"]):
-        methods.setdefault(d["method"], []).append(d)
+    methods = grouped(sorted(last.values(), key=lambda d: d["batch"]), lambda d: str(d["method"]))
     figure, (left, right) = new_figure(WIDEST, 6.0, 1, 2)
     shown = looks(without_budget(method) for method in methods)
     for method, line in methods.items():
@@ -80,11 +79,8 @@ def _dress(axes: Any, batches: list[int], label: str) -> None:
 
 
 def _kernels(data: list[Data]) -> Any:
-    sizes: dict[tuple[int, int], dict[str, Data]] = {}
-    for d in data:
-        if d["cache"] == "cold":
-            sizes.setdefault((d["batch"], d["slots"]), {})[d["contender"]] = d
-    complete = {size: by for size, by in sorted(sizes.items()) if "separate weights" in by}
+    cold = {(size["batch"], size["slots"]): size["by"] for size in sizes(data) if size["cache"] == "cold"}
+    complete = {size: by for size, by in cold.items() if "separate weights" in by}
     figure, (left, right) = new_figure(WIDEST, 4.4, 1, 2)
     names = [f"{batch} x {slots:,}" for batch, slots in complete]
     for place, contender in enumerate(("unweighted", "separate weights", *RIVALS)):

@@ -8,9 +8,9 @@ from typing import Any
 from kvsketch_lab.records import Record
 from kvsketch_lab.report.blocks import Code, table
 from kvsketch_lab.report.contents import commit_text
+from kvsketch_lab.report.kinds import Data
 from kvsketch_lab.report.palette import BASE, name_of
 
-Data = dict[str, Any]
 FEW_BITS = ("tied weights", "ragged heads", "4 bits", "ragged heads, 4 bits")  # the sizes that have them all are shown
 LLAMA_8B_SLOT = 8 * 2 * 128 * 2  # bytes of a token's keys and values in one layer: KV heads, both, size, bf16
 SHAPE, DYNAMIC = "llama-3.1-8b", "DynamicCache, eager"

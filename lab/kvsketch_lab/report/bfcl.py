@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, latest, mean
 from kvsketch_lab.report.agents import FULL, ways
 from kvsketch_lab.report.blocks import Code, table
-from kvsketch_lab.report.kinds import model_name
+from kvsketch_lab.report.kinds import Data, model_name
 
-Data = dict[str, Any]
 HEADS = (
     "how the transcript is held", "right calls", "right names", "right calls of changed", "tokens read for a question",
     "most", "MB at the end", "of the full cache",
@@ -20,10 +19,8 @@ HEADS = (
 def groups(records: Sequence[Record]) -> dict[tuple[str, str, str], list[Data]]:
     """Measurements by model, file of cases and classes, of the cases that were measured in every way."""
     known = [each["data"] for each in latest(records) if each["kind"] == "bfcl" and FAILED not in each["data"]]
-    result: dict[tuple[str, str, str], list[Data]] = {}
-    for data in known:
-        result.setdefault((model_name(data), data["category"], data["classes"]), []).append(data)
-    return {key: shared for key, measured in result.items() if (shared := _in_every_way(measured))}
+    by_kind = grouped(known, lambda data: (model_name(data), data["category"], data["classes"]))
+    return {key: shared for key, measured in by_kind.items() if (shared := _in_every_way(measured))}
 
 
 def _in_every_way(measured: Sequence[Data]) -> list[Data]:

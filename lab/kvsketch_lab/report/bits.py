@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, latest, mean
 from kvsketch_lab.report import blocks
 from kvsketch_lab.report.kinds import model_name
@@ -27,10 +28,8 @@ NAMES = {"quanto": "QuantizedCache, quanto", "hqq": "QuantizedCache, hqq"}
 
 def tables(records: Iterable[Record]) -> str:
     """All tables of every model, under a heading each; empty without records."""
-    by_model: dict[str, list[dict[str, Any]]] = {}
-    for record in latest(record for record in records if record["kind"] == "bits"):
-        if FAILED not in record["data"]:
-            by_model.setdefault(model_name(record["data"]), []).append(record["data"])
+    known = [each["data"] for each in latest(each for each in records if each["kind"] == "bits")]
+    by_model = grouped((data for data in known if FAILED not in data), model_name)
     return "\n\n".join(_of_model(name, data) for name, data in by_model.items())
 
 
@@ -56,8 +55,7 @@ def chosen(data: Sequence[Mapping[str, Any]]) -> str:
     """Stores side by side, of every model, without attention errors; empty without measurements."""
     measured = [dict(each) for each in data if each["kind"] == "bits" and FAILED not in each]
     rows = []
-    for name in dict.fromkeys(map(model_name, measured)):
-        own = [each for each in measured if model_name(each) == name]
+    for name, own in grouped(measured, model_name).items():
         means, texts = _means(own), f"{len({each['sample'] for each in own})} of {own[0]['tokens']:,} tokens"
         for store, held in means.items():
             share = f"{held['device_bytes'] / held['full_bytes']:.1%}"

@@ -64,9 +64,9 @@ def title(figure: Any, text: str, letters: int = 90, **style: Any) -> None:
     figure.suptitle("\n".join(textwrap.wrap(text, letters)), x=0.01, ha="left", **style)
 
 
-def panel_title(axes: Any, text: str, letters: int = 56) -> None:
-    """The title of one of two panels beside each other, on lines of so many letters."""
-    axes.set_title("\n".join(textwrap.wrap(text, letters)), loc="left", fontsize=10)
+def panel_title(axes: Any, text: str) -> None:
+    """The title of one of two panels beside each other."""
+    axes.set_title("\n".join(textwrap.wrap(text, 56)), loc="left", fontsize=10)
 
 
 def as_shares(axis: Any) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,7 +62,7 @@ def contents_of(records: Sequence[Record], remarks: list[str]) -> Contents:
     """What records say, beside what was remarked when they were read."""
     counted = latest(records)
     known = [(kind, result) for kind in KINDS if (result := _observations(kind, counted, remarks))]
-    used = [record for record in records if _is_shown(record)]
+    used = [record for record in records if is_shown(record)]
     of = {kind.name: result for kind, result in known}
     estimates = {kind.name: kind.estimate for kind, _ in known}
     return Contents(
@@ -91,7 +92,8 @@ def _drawn(records: Iterable[Record], name: str) -> list[Record]:
     return [record for record in records if record["kind"].replace("-", "_") == name]
 
 
-def _is_shown(record: Record) -> bool:
+def is_shown(record: Record) -> bool:
+    """Whether a report shows records of this kind."""
     return record["kind"].replace("-", "_") in (CLUSTERABILITY, TOKEN_LIFE) or any(kind.owns(record) for kind in KINDS)
 
 
@@ -109,10 +111,7 @@ def _failed_pictures(records: Sequence[Record]) -> list[str]:
 
 def _left_out(records: Sequence[Record]) -> list[str]:
     """Kinds of records that no section shows, such as benchmarks."""
-    counts: dict[tuple[str, str], int] = {}
-    for record in records:
-        if not _is_shown(record):
-            counts[record["file"], record["kind"]] = counts.get((record["file"], record["kind"]), 0) + 1
+    counts = Counter((record["file"], record["kind"]) for record in records if not is_shown(record))
     return [
         f"{file}: {count} records of kind {kind!r} are of no experiment that this report shows"
         for (file, kind), count in sorted(counts.items())
@@ -136,7 +135,7 @@ def setting_order(setting: str, variant: str = "") -> tuple[int, str, list[tuple
     """Means over everything first, of the usual way to measure before others; then by the numbers in the text, so that
     `lines 200` precedes `lines 1,000`.
     """
-    place = 0 if is_overall(setting) else 1 if setting.startswith("group") else 2
+    place = 0 if is_overall(setting) else 1
     return place, "" if place else variant, [_part(word) for word in setting.split()]
 
 
@@ -164,7 +163,7 @@ def provenance(records: Iterable[Record]) -> list[Data]:
             run["seeds"].add(record["seed"])
     return [
         {
-            **{key: value for key, value in run.items() if key not in ("seeds", "dates")},
+            **run,
             "seeds": ", ".join(map(str, sorted(run["seeds"]))),
             "dates": _span(run["dates"]),
         }

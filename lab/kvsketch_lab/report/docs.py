@@ -29,6 +29,7 @@ from typing import Any
 
 from kvsketch import advice
 from kvsketch_lab import columns
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Estimate, Record, budget_value, interval_text, latest, mean, read_folder, write_whole
 from kvsketch_lab.report import (
     agents,
@@ -174,10 +175,7 @@ class Numbers:
 
     @cache  # noqa: B019
     def _by_method(self, kind: str) -> dict[Any, list[Data]]:
-        result: dict[Any, list[Data]] = {}
-        for each in self._measured(kind):
-            result.setdefault(each.get("method"), []).append(each)
-        return result
+        return grouped(self._measured(kind), lambda each: each.get("method"))
 
     def values(self, kind: str, formula: str, /, **where: Any) -> list[Any]:
         """A field, or a formula of fields, of the measurements that `select` finds; those without it are left out."""

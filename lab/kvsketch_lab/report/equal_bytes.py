@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import (
     FAILED,
     Estimate,
@@ -27,7 +28,7 @@ from kvsketch_lab.records import (
 from kvsketch_lab.records.held_out import is_held_out_seed, is_held_out_text
 from kvsketch_lab.report import blocks
 from kvsketch_lab.report.canvas import as_shares, curve, dress, grid, legend
-from kvsketch_lab.report.kinds import Data, estimate_of, model_name
+from kvsketch_lab.report.kinds import estimate_of, model_name
 from kvsketch_lab.report.palette import looks, order
 
 SHARES = ("1/4", "1/8", "1/16", "1/32")
@@ -92,10 +93,9 @@ def cells_of(own: Iterable[Record]) -> list[Cell]:
 
 def _in_one_column(measured: Sequence[Cell]) -> list[Cell]:
     """The same, with what a method takes on all tasks: one that takes no budget stands in one column."""
-    taken: dict[tuple[str, str, str], list[float]] = {}
-    for cell in measured:
-        taken.setdefault((cell.model, cell.method, cell.budget), []).append(cell.bytes)
-    return [replace(cell, typical=mean(taken[cell.model, cell.method, cell.budget])) for cell in measured]
+    taken = grouped(measured, lambda cell: (cell.model, cell.method, cell.budget))
+    typical = {key: mean([cell.bytes for cell in own]) for key, own in taken.items()}
+    return [replace(cell, typical=typical[cell.model, cell.method, cell.budget]) for cell in measured]
 
 
 def comparable(measured: Sequence[Cell]) -> list[Cell]:
@@ -142,7 +142,12 @@ def _tasks(record: Record) -> list[str]:
 def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
     model, task, method, budget, question = key
     data = [record["data"] for record in members]
-    tokens = [each["budget_tokens"] / each["prompt_tokens"] for each in data if _knows_tokens(each)]
+    by_task = grouped(data if members[0]["kind"] == "ruler" else [], lambda each: str(each["task"]))
+    tokens = [
+        each["budget_tokens"] / each["prompt_tokens"]
+        for each in data
+        if each.get("budget_tokens") and each.get("prompt_tokens")
+    ]
     return Cell(
         model,
         task,
@@ -153,12 +158,8 @@ def _cell(key: tuple[str, ...], members: Sequence[Record]) -> Cell:
         len(members),
         mean([each["device_bytes"] / each["full_bytes"] for each in data]),
         mean(tokens) if tokens else None,
-        {name: mean([each["score"] for each in data if each["task"] == name]) for name in _ruler_tasks(members)},
+        {name: mean([each["score"] for each in own]) for name, own in by_task.items()},
     )
-
-
-def _knows_tokens(data: Data) -> bool:
-    return bool(data.get("budget_tokens") and data.get("prompt_tokens"))
 
 
 def _value(task: str, members: Sequence[Record]) -> Estimate:
@@ -166,11 +167,6 @@ def _value(task: str, members: Sequence[Record]) -> Estimate:
         return estimate_of(members)
     texts = [text_of(record["data"], record["seed"]) for record in members]
     return mean_over_texts([record["data"]["kl"] for record in members], texts)
-
-
-def _ruler_tasks(members: Sequence[Record]) -> list[str]:
-    """The RULER tasks that records are about."""
-    return list(dict.fromkeys(record["data"]["task"] for record in members if record["kind"] == "ruler"))
 
 
 def same_tasks(full: Cell, cell: Cell) -> float:
@@ -394,11 +390,9 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
 def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
     from matplotlib.ticker import NullLocator
 
-    curves: dict[str, list[Cell]] = {}
-    for cell in own:
-        # Forms of the full cache in few bits are points of one curve.
-        name = f"{FULL}, few bits" if cell.method.startswith(f"{FULL}:") else cell.method
-        curves.setdefault(name, []).append(cell)
+    # Forms of the full cache in few bits are points of one curve.
+    few_bits = f"{FULL}, few bits"
+    curves = grouped(own, lambda cell: few_bits if cell.method.startswith(f"{FULL}:") else cell.method)
     for name in sorted(curves, key=order):
         members = sorted(curves[name], key=lambda cell: cell.bytes)
         look = shown[members[0].method]

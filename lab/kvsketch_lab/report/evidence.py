@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import (
     FAILED,
     Estimate,
@@ -121,10 +122,9 @@ def _by_share(
     records: Sequence[Record], model: str, parts: Sequence[str]
 ) -> tuple[list[Record], dict[str, dict[str, list[Record]]]]:
     """Those of the full cache, and those of each share, the largest first, and method."""
-    by: dict[str, dict[str, list[Record]]] = {}
-    for record in records:
-        if model_name(record["data"]) == model and columns(record)[0] in parts:
-            by.setdefault(str(record["data"]["budget"]), {}).setdefault(record["data"]["method"], []).append(record)
+    own = [record for record in records if model_name(record["data"]) == model and columns(record)[0] in parts]
+    shares = grouped(own, lambda record: str(record["data"]["budget"]))
+    by = {share: grouped(shares[share], lambda record: str(record["data"]["method"])) for share in shares}
     full = by.pop("", {}).get(FULL, [])
     return full, {share: by[share] for share in sorted(by, key=budget_value, reverse=True)}
 
@@ -169,7 +169,7 @@ def cell(records: Sequence[Record]) -> Cell:
     values = [float(record["data"][metric]) for record in records]
     texts = [text_of(record["data"], record["seed"]) for record in records]
     if records[0]["kind"] == "ruler":
-        value = nested_mean(values, texts, [(record["data"]["task"],) for record in records])
+        value = nested_mean(values, texts, [record["data"]["task"] for record in records])
     else:
         value = mean_over_texts(values, texts)
     return Cell(value, _chance(records))

@@ -7,6 +7,7 @@ import textwrap
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvsketch_lab.lists import evenly
 from kvsketch_lab.report.canvas import GRID, WIDEST, dress, grid, legend, line_style, new_figure, slug, title
 from kvsketch_lab.report.kinds import Data
 from kvsketch_lab.report.palette import Look
@@ -77,7 +78,7 @@ def _position_line(axes: Any, each: Data, look: Look) -> None:
 def clusters(models: Sequence[Data]) -> Iterator[tuple[str, Any]]:
     """For each model the pictured layers in the plane, and the radius curves of all layers."""
     for model in models:
-        pictured = _evenly([layer for layer in model["layers"] if layer["tsne"]], MOST_PLANES)
+        pictured = evenly([layer for layer in model["layers"] if layer["tsne"]], MOST_PLANES)
         if pictured:
             columns = min(3, len(pictured))
             lines = 2 * math.ceil(len(pictured) / columns)
@@ -91,13 +92,6 @@ def clusters(models: Sequence[Data]) -> Iterator[tuple[str, Any]]:
             figure.suptitle(f"t-SNE with the centers of k-center\n{model['name']}", x=0.01, ha="left", fontsize=10)
             yield f"clusterability-plane-{slug(model['name'])}", figure
         yield f"clusterability-radius-{slug(model['name'])}", _radii(model)
-
-
-def _evenly(items: Sequence[Data], most: int) -> list[Data]:
-    """At most so many of the items, from the first to the last."""
-    if len(items) <= most:
-        return list(items)
-    return [items[(len(items) - 1) * part // (most - 1)] for part in range(most)]
 
 
 def _plane(axes: Any, layer: Data, part: str) -> None:

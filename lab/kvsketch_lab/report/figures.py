@@ -81,19 +81,15 @@ def abscissa(rows: Sequence[Row]) -> tuple[str, Callable[[Row], float | None]]:
     """The horizontal axis: memory if it is known and differs between the rows (only that of the device if some is on
     the host); else tokens stored or read, else the budget.
     """
-    memory: list[tuple[str, Callable[[Row], float | None]]] = [
-        ("memory, share of the full cache", lambda row: row.share)
-    ]
-    if any(row.host_bytes for row in rows):
-        memory.insert(0, ("device memory, share of the full cache", lambda row: row.device_share))
     choices: list[tuple[str, Callable[[Row], float | None]]] = [
-        *memory,
+        ("device memory, share of the full cache", lambda row: row.device_share),
+        ("memory, share of the full cache", lambda row: row.share),
         ("tokens stored", lambda row: row.tokens_stored),
         ("tokens a query reads", lambda row: row.tokens_read),
         ("budget", lambda row: budget_value(row.budget)),
     ]
     bounded = [row for row in rows if row.budget and row.mean is not None]
-    for name, of in choices:
+    for name, of in choices if any(row.host_bytes for row in rows) else choices[1:]:
         values = [value for row in bounded if (value := of(row)) is not None]
         if len(values) == len(bounded) and values and min(values) > 0 and max(values) > 1.5 * min(values):
             return name, of

@@ -14,7 +14,7 @@ NOTHING = "not measured"
 UNSEEN = "question unseen"
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
-Places = Callable[["Kind", Data], list[str]]
+Places = Callable[[Data], list[str]]
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,25 @@ class Kind:
 
     def observations(self, record: Record) -> list[Observation]:
         """What the record measured: one value, several, or a failure."""
-        if not record["data"].get("failed"):
-            return (self.observe or _one_value)(self, record)
-        return [observation(self, record, None, place) for place in self.settings(record["data"])]
+        data = record["data"]
+        failed, value = data.get("failed"), data.get(self.metric)
+        if self.observe and not failed:
+            return self.observe(self, record)
+        if not failed and value is None:
+            return []
+        measured = None if failed else float(value)
+        return [observation(self, record, measured, place) for place in self.settings(data)]
 
     def settings(self, data: Data) -> list[str]:
         """The settings that a record counts in."""
         if self.places:
-            return self.places(self, data)
+            return self.places(data)
         if self.overall and self.setting[0] not in data:
             raise KeyError(self.setting[0])
         overall = [", ".join([self.overall, *variants(data)])] if self.overall else []
-        return [*overall, setting_text(self, data)]
+        # In words, such as `lines 400`, with what differs from the common way to measure.
+        parts = [_words(key, data[key]) for key in self.setting if data.get(key) not in (None, "")]
+        return [*overall, ", ".join([*parts, *variants(data)])]
 
     def owns(self, record: Record) -> bool:
         """Whether a record is of this experiment; benchmarks may use the same word for another thing."""
@@ -85,12 +92,6 @@ def model_name(data: Data) -> str:
     return f"{name} ({data['dtype']})" if data.get("dtype") else name
 
 
-def setting_text(kind: Kind, data: Data) -> str:
-    """The setting in words, such as `lines 400`, with what differs from the common way to measure."""
-    parts = [_words(key, data[key]) for key in kind.setting if data.get(key) not in (None, "")]
-    return ", ".join([*parts, *variants(data)])
-
-
 def variants(data: Data) -> list[str]:
     """What makes a measurement another one than the common one of its experiment."""
     result = [f"kvpress {data['kvpress']}"] if "kvpress" in data else []
@@ -113,18 +114,12 @@ def _words(key: str, value: Any) -> str:
     return value if isinstance(value, str) else f"{key} {value:,}" if isinstance(value, int) else f"{key} {value}"
 
 
-def _one_value(kind: Kind, record: Record) -> list[Observation]:
-    value = record["data"].get(kind.metric)
-    places = [] if value is None else kind.settings(record["data"])
-    return [observation(kind, record, float(value), place) for place in places]
-
-
 ALL_TASKS = "average of the tasks"
 REFERENCE = "beside a reference"
 COMMON_PROTOCOL = "prefix"
 
 
-def _error_places(kind: Kind, data: Data) -> list[str]:
+def _error_places(data: Data) -> list[str]:
     """Other layers, lengths and protocols are other measurements."""
     parts = [_layers(data), f"{data['tokens']:,} tokens"]
     if data.get("protocol", COMMON_PROTOCOL) != COMMON_PROTOCOL:
@@ -148,7 +143,7 @@ def _attention_error(kind: Kind, record: Record) -> list[Observation]:
     return result
 
 
-def _perplexity_places(kind: Kind, data: Data) -> list[str]:
+def _perplexity_places(data: Data) -> list[str]:
     """Streams of other lengths, and other numbers of steps behind a prefill, are other measurements."""
     extent = (
         f" of {data['tokens']:,} tokens" if "tokens" in data else f", {data['steps']} steps" if "steps" in data else ""
@@ -156,28 +151,20 @@ def _perplexity_places(kind: Kind, data: Data) -> list[str]:
     return [", ".join([f"{data['protocol']}{extent}", *variants(data)])]
 
 
-def _ruler_places(kind: Kind, data: Data) -> list[str]:
-    """A question counts in the average of its length, and in its task."""
-    return [", ".join([f"{place}, {data['length']:,} tokens", *variants(data)]) for place in (ALL_TASKS, data["task"])]
+def _task_places(data: Data) -> list[str]:
+    """A question counts in the average, of its length where it has one, and in its task."""
+    length = [f"{data['length']:,} tokens"] if "length" in data else []
+    return [", ".join([place, *length, *variants(data)]) for place in (ALL_TASKS, data["task"])]
 
 
-def _leval_places(kind: Kind, data: Data) -> list[str]:
-    """A question counts in the average, and in its task."""
-    return [", ".join([place, *variants(data)]) for place in (ALL_TASKS, data["task"])]
-
-
-def _summary_places(kind: Kind, data: Data) -> list[str]:
+def _summary_places(data: Data) -> list[str]:
     """The request is a part of the prompt: it makes no difference whether a question is known."""
     return [", ".join([f"{data['tokens']:,} tokens", *variants(data | {"question": ""})])]
 
 
-def _ruler_estimate(members: Sequence[Observation]) -> Estimate:
+def _task_estimate(members: Sequence[Observation]) -> Estimate:
     """A task is the mean of its questions, the average the mean of the tasks."""
-    return _nested(members, "task")
-
-
-def _nested(members: Sequence[Observation], *fields: str) -> Estimate:
-    places = [tuple(str(each.data.get(field)) for field in fields) for each in members]
+    places = [str(each.data.get("task")) for each in members]
     return nested_mean(values_of(members), [each.text for each in members], places)
 
 
@@ -242,8 +229,8 @@ KINDS = (
         measure="score",
         metric="score",
         share=True,
-        places=_ruler_places,
-        estimate=_ruler_estimate,
+        places=_task_places,
+        estimate=_task_estimate,
     ),
     Kind(
         name="leval",
@@ -252,8 +239,8 @@ KINDS = (
         measure="right answers",
         metric="score",
         share=True,
-        places=_leval_places,
-        estimate=_ruler_estimate,
+        places=_task_places,
+        estimate=_task_estimate,
     ),
     Kind(
         name="summaries",

@@ -6,25 +6,23 @@ import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, budget_value
 from kvsketch_lab.report.kinds import Data, model_name, variants
 from kvsketch_lab.report.palette import order
 from kvsketch_lab.report.rows import Observation
 
-Key = tuple[Any, ...]
 
-
-def _sorted(groups: dict[Key, Any]) -> list[tuple[Key, Any]]:
+def _sorted(groups: dict[Any, Any]) -> list[tuple[Any, Any]]:
     """Groups by (model, ..., method, budget), methods in their own order and budgets by size."""
     return sorted(groups.items(), key=lambda item: (item[0][:-2], order(item[0][-2]), budget_value(item[0][-1])))
 
 
 def needle_maps(observations: Iterable[Observation]) -> list[Data]:
     """For each method and budget the share found and the counts, by depth (rows) and length (columns)."""
-    groups: dict[Key, list[Observation]] = {}
-    for each in observations:
-        model = "; ".join([each.model, *variants(each.data)])
-        groups.setdefault((model, each.method, each.budget), []).append(each)
+    groups = grouped(
+        observations, lambda each: ("; ".join([each.model, *variants(each.data)]), each.method, each.budget)
+    )
     return [
         {"model": model, "method": method, "budget": budget, **_grid(members)}
         for (model, method, budget), members in _sorted(groups)
@@ -32,9 +30,7 @@ def needle_maps(observations: Iterable[Observation]) -> list[Data]:
 
 
 def _grid(members: Sequence[Observation]) -> Data:
-    cells: dict[tuple[float, int], list[Observation]] = {}
-    for each in members:
-        cells.setdefault((float(each.data["depth"]), int(each.data["length"])), []).append(each)
+    cells = grouped(members, lambda each: (float(each.data["depth"]), int(each.data["length"])))
     depths, lengths = sorted({depth for depth, _ in cells}), sorted({length for _, length in cells})
     grid = [[_cell(cells.get((depth, length), [])) for length in lengths] for depth in depths]
     return {"depths": depths, "lengths": lengths, "cells": grid}
@@ -50,13 +46,11 @@ def _cell(members: Sequence[Observation]) -> list[Any] | None:
 
 def by_position(observations: Iterable[Observation], estimator: Any) -> list[Data]:
     """For each setting, method and budget the estimate and its interval at each position of the text."""
-    groups: dict[Key, dict[int, list[Observation]]] = {}
-    for each in observations:
-        if each.value is not None and "position" in each.data:
-            key = (each.model, each.setting, each.method, each.budget)
-            groups.setdefault(key, {}).setdefault(int(each.data["position"]), []).append(each)
+    known = [each for each in observations if each.value is not None and "position" in each.data]
+    groups = grouped(known, lambda each: (each.model, each.setting, each.method, each.budget))
     result = []
-    for (model, setting, method, budget), places in _sorted(groups):
+    for (model, setting, method, budget), members in _sorted(groups):
+        places = grouped(members, lambda each: int(each.data["position"]))
         values = [estimator(places[place]) for place in sorted(places)]
         edges = zip(*values, strict=True)
         named = dict(zip(("mean", "low", "high"), map(list, edges), strict=True))
@@ -124,7 +118,7 @@ def documents(records: Iterable[Record], remarks: list[str]) -> list[Data]:
     return [_document(group["text"], group["lives"]) for _, group in sorted(groups.items())]
 
 
-def _document(text: Data, lives: dict[Key, Data]) -> Data:
+def _document(text: Data, lives: dict[tuple[str, str, str], Data]) -> Data:
     step = "a token" if text["chunk"] == 1 else f"{text['chunk']} tokens"
     return {
         "name": f"{text['model']}; {len(text['words']):,} tokens, {step} at a step",

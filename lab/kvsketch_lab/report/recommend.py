@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from kvsketch.advice import QUESTIONS, Advice, Measured
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Record, mean
 from kvsketch_lab.report.benchmarks import SHAPE
 from kvsketch_lab.report.equal_bytes import FULL, LOSSES, Cell, cells_of, held_out, same_tasks
@@ -60,10 +61,8 @@ def _measured(own: Sequence[Record], steps: dict[str, tuple[float, str]]) -> Mea
         return None
     answered = [cell for cell in cells_of(own) if not cell.task.startswith(LOSSES)]
     full = {cell.task: cell for cell in answered if cell.method == FULL}
-    groups: dict[tuple[str, str, str], list[Cell]] = {}
-    for cell in answered:
-        if cell.method != FULL and cell.task in full:
-            groups.setdefault((cell.question, cell.method, cell.budget), []).append(cell)
+    beside = [cell for cell in answered if cell.method != FULL and cell.task in full]
+    groups = grouped(beside, lambda cell: (cell.question, cell.method, cell.budget))
     lengths = [record["data"]["prompt_tokens"] for record in own if "prompt_tokens" in record["data"]]
     methods = {
         question: [_advice(members, full, steps) for (when, _, _), members in groups.items() if when == question]

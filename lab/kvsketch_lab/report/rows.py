@@ -9,6 +9,7 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import Estimate, mean_over_texts
 
 Estimator = Callable[[Sequence["Observation"]], Estimate]
@@ -87,9 +88,7 @@ def values_of(members: Sequence[Observation]) -> list[float]:
 
 def aggregate(observations: Iterable[Observation], estimator: Estimator = mean_of) -> list[Row]:
     """One row for each setting, method and budget."""
-    groups: dict[tuple[str, str, str, str, str], list[Observation]] = {}
-    for each in observations:
-        groups.setdefault((each.kind, each.model, each.setting, each.method, each.budget), []).append(each)
+    groups = grouped(observations, lambda each: (each.kind, each.model, each.setting, each.method, each.budget))
     return [_row(members, estimator) for members in groups.values()]
 
 
@@ -137,9 +136,7 @@ def together(field: str, overall: str, observations: Sequence[Observation]) -> l
     which most methods and budgets were measured, and to the methods that have a result at each of these. With only one
     such value there is no overall setting.
     """
-    groups: dict[tuple[str, str], list[Observation]] = {}
-    for each in observations:
-        groups.setdefault((each.model, each.variant), []).append(each)
+    groups = grouped(observations, lambda each: (each.model, each.variant))
     return [each for members in groups.values() for each in _of_group(field, overall, members)]
 
 

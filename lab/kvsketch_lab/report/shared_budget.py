@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from statistics import stdev
 
+from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Estimate, budget_value, interval_text, mean, mean_over_texts
 from kvsketch_lab.records.held_out import is_held_out_text
 from kvsketch_lab.report import blocks
@@ -96,11 +97,10 @@ def steps(data: Iterable[Data]) -> str:
 
 def by_text(data: Iterable[Data], model: str, method: str, budget: str, field: str) -> dict[str, float]:
     """The error of a contender on each text, in the mean over seeds."""
-    found: dict[str, list[float]] = {}
-    for each in held_out(data):
-        if (model_name(each), each["method"], each["budget"]) == (model, method, budget):
-            found.setdefault(each["sample"], []).append(each[field])
-    return {text: mean(values) for text, values in found.items()}
+    wanted = (model, method, budget)
+    own = [each for each in held_out(data) if (model_name(each), each["method"], each["budget"]) == wanted]
+    by_sample = grouped(own, lambda each: str(each["sample"]))
+    return {text: mean([each[field] for each in seeds]) for text, seeds in by_sample.items()}
 
 
 def quotient(data: Sequence[Data], model: str, pair: tuple[str, str], budget: str, field: str) -> Estimate | None:
@@ -137,11 +137,11 @@ def _pair(data: Sequence[Data], model: str, method: str, budget: str) -> str:
     return " / ".join(f"{mean(list(own.values())):.3f}" for own in found if own)
 
 
-def answers(data: Sequence[Data], model: str, field: str = LATER) -> str:
+def answers(data: Sequence[Data], model: str) -> str:
     """Quotients of errors, a row for each question, a column for each budget."""
     rows = []
     for question, pair in QUESTIONS.items():
-        found = [quotient(data, model, pair, budget, field) for budget in sizes(data)]
+        found = [quotient(data, model, pair, budget, LATER) for budget in sizes(data)]
         if any(found):
             rows.append([question, *(f"{interval_text(each)}, {verdict(each)}" if each else "" for each in found)])
     return blocks.table(["error over error", *sizes(data)], rows) if rows else NOTHING
@@ -159,10 +159,9 @@ def tally(data: Sequence[Data], one: str, other: str, field: str = LATER) -> str
 
 def seed_spread(data: Iterable[Data]) -> str:
     """The largest standard deviation over seeds of a contender on one text, as a share of its error."""
-    found: dict[tuple[str, ...], list[float]] = {}
-    for each in held_out(data):
-        found.setdefault((model_name(each), each["sample"], each["method"], each["budget"]), []).append(each[LATER])
-    shares = [stdev(values) / mean(values) for values in found.values() if len(values) > 1]
+    same = grouped(held_out(data), lambda each: (model_name(each), each["sample"], each["method"], each["budget"]))
+    errors = [[each[LATER] for each in seeds] for seeds in same.values() if len(seeds) > 1]
+    shares = [stdev(values) / mean(values) for values in errors]
     return f"{max(shares):.1%}" if shares else NOTHING
 
 

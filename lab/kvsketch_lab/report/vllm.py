@@ -8,8 +8,8 @@ from kvsketch_lab.records import FAILED, Record
 from kvsketch_lab.report.benchmarks import last
 from kvsketch_lab.report.blocks import Code
 from kvsketch_lab.report.blocks import table as markdown
+from kvsketch_lab.report.kinds import NOTHING
 
-NOTHING = "not measured"
 OWN = {"bf16": "vLLM, bf16 cache", "fp8": "vLLM, fp8 cache"}
 SHARED = {
     "bf16": "vLLM, prefix caching, bf16",

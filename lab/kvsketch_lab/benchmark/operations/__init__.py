@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.operations.attention import Attention
 from kvsketch_lab.benchmark.operations.balance import Balance
 from kvsketch_lab.benchmark.operations.chunk import Chunk
@@ -108,6 +107,3 @@ def _to_best_rival(row: Fields, rows: list[Fields]) -> float | None:
         if other.get("contender") in rivals and same == {name: other.get(name) for name in same}
     ]  # fmt: skip
     return row["median_us"] / min(times) if times and row["contender"] not in rivals else None
-
-
-command = functools.partial(runner.command, Operations)

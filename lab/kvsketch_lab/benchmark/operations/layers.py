@@ -19,9 +19,7 @@ def normal_keys(length: int, generator: torch.Generator) -> Tensor:
 
 
 def clustered_keys(length: int, generator: torch.Generator) -> Tensor:
-    """Tight clusters, each a run of neighbouring tokens: each center rules out many candidates, so there are many
-    rounds.
-    """
+    """Tight clusters, each a run of neighbouring tokens: a center rules out many candidates, so rounds are many."""
     clusters = max(1, length // 64)
     middle = normal_keys(clusters, generator).repeat_interleave(-(-length // clusters), 2)[:, :, :length]
     return middle + 0.1 * normal_keys(length, generator)

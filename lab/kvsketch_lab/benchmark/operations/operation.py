@@ -101,9 +101,9 @@ class Operation(Measured):
                     "within_target": None if target is None else share <= target}  # fmt: skip
         return row
 
-    def with_host(self, call: Call, repeats: int | None = None) -> Timing:
+    def with_host(self, call: Call) -> Timing:
         """Time of whole calls, the host's part included."""
-        return as_timing(self.on.milliseconds(call, repeats or self.given.repeats))
+        return as_timing(self.on.milliseconds(call, self.given.repeats))
 
 
 def as_timing(milliseconds: Sequence[float]) -> Timing:
