@@ -287,12 +287,9 @@ class Step:
 
     def run(self) -> None:
         """Generates one token."""
-        try:
+        # After an error the device may have gone further than the host has counted.
+        with self.cache._broken_off_by_errors("a captured decode step"):
             self._run()
-        except BaseException:
-            # The device may have gone further than the host has counted.
-            self.cache._break_off("a captured decode step")
-            raise
 
     def _run(self) -> None:
         self.sampler.before_step()
