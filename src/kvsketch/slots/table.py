@@ -97,8 +97,8 @@ def _nothing() -> Slots:
 
 
 @dataclass
-class Contents(Place):
-    """The slots of one layer, and what others read of them. Only this room assigns its fields."""
+class SlotTable(Place):
+    """The slots of one layer, in either state. Only this room assigns its fields."""
 
     # what is stored
     keys: Slots = field(default_factory=_nothing)  # [B, H, capacity, D]
@@ -134,6 +134,8 @@ class Contents(Place):
     rounding: Tensor | None = field(default=None, repr=False, compare=False)  # what few bits cost, for their choice
 
     exact: ClassVar[bool]  # True while every token is stored and none is weighted
+    bounded_kind: ClassVar[type[BoundedTable]]
+    exact_kind: ClassVar[type[ExactTable]]
     can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
 
     @property
@@ -278,12 +280,7 @@ class Contents(Place):
         # A bounded table keeps one slot free for a single token to come.
         self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
 
-
-class SlotTable(Contents):
-    """The verbs of a table in either state."""
-
-    bounded_kind: ClassVar[type[BoundedTable]]
-    exact_kind: ClassVar[type[ExactTable]]
+    # its state
 
     @property
     def bounded(self) -> BoundedTable:
