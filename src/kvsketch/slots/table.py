@@ -130,7 +130,8 @@ class SlotTable(Place):
     previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
     row_lse: Tensor | None = field(default=None, repr=False, compare=False)  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
-    waits: bool | None = field(default=None, repr=False, compare=False)  # whether `advance` waits; None: it never does
+    # Tables of this step that wait until all of them can advance together; None: `advance` does not wait.
+    advancing: list[BoundedTable] | None = field(default=None, repr=False, compare=False)
     rounding: Tensor | None = field(default=None, repr=False, compare=False)  # what few bits cost, for their choice
 
     exact: ClassVar[bool]  # True while every token is stored and none is weighted
@@ -712,14 +713,15 @@ class BoundedTable(SlotTable):
     # in place
 
     def advance(self) -> None:
-        if self.waits is None:
-            _advance([self])
+        if self.advancing is None:
+            advance_together([self])
         else:
-            self.waits = True
+            self.advancing.append(self)
 
     def newest_slot(self) -> Tensor:  # [B, H, 1] int64
         """Where the token just taken lies, in a table that is written in order."""
-        return self.next_slot if self.waits else self.next_slot - 1
+        waits = any(table is self for table in self.advancing or ())
+        return self.next_slot if waits else self.next_slot - 1
 
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
@@ -794,7 +796,7 @@ def require_finite(tables: Sequence[SlotTable]) -> None:
     codes.require_finite(doubts)
 
 
-def _advance(tables: Sequence[BoundedTable]) -> None:
+def advance_together(tables: Sequence[BoundedTable]) -> None:
     """`BoundedTable.advance` of tables of one cache, in as many launches as for one."""
     slots = [table.next_slot for table in tables]
     torch._foreach_add_(slots, 1)
@@ -805,29 +807,3 @@ def _advance(tables: Sequence[BoundedTable]) -> None:
         torch._foreach_clamp_max_(slots, torch._foreach_sub(capacities, 1))
     else:
         torch._foreach_clamp_max_(slots, [table.length - 1 for table in tables])
-
-
-class Together:
-    """The tables of one decode step: from `begin` to `end` those that advance wait for each other."""
-
-    def __init__(self, tables: Sequence[SlotTable]) -> None:
-        self.tables = tables
-
-    def begin(self) -> None:
-        for table in self.tables:
-            table.waits = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of them wait."""
-        return all(table.waits for table in self.tables)
-
-    def advance(self) -> None:
-        waiting = [table.bounded for table in self.tables if table.waits]
-        if waiting:
-            _advance(waiting)
-            self.begin()
-
-    def end(self) -> None:
-        for table in self.tables:
-            table.waits = None
