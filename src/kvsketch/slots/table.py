@@ -134,9 +134,9 @@ class SlotTable(Place):
     advancing: list[BoundedTable] | None = field(default=None, repr=False, compare=False)
     rounding: Tensor | None = field(default=None, repr=False, compare=False)  # what few bits cost, for their choice
 
-    exact: ClassVar[bool]  # True while every token is stored and none is weighted
     bounded_kind: ClassVar[type[BoundedTable]]
     exact_kind: ClassVar[type[ExactTable]]
+    exact: ClassVar[bool]  # True while every token is stored and none is weighted
     can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
 
     @property
@@ -528,16 +528,37 @@ class SlotTable(Place):
 
     def select_rows(self, rows: Tensor) -> None:
         """Reorders, repeats or drops batch rows (beam search)."""
+        layout = self.layout
+        self.unpack()
         self.keys, self.values = self.keys.rows(rows), self.values.rows(rows)
-        for name in ("padding", "capacity"):
-            if (held := getattr(self, name)) is not None:
+        for name in ("padding", "capacity", "index", "log_num", "log_den", "next_slot"):
+            if (held := getattr(self, name, None)) is not None:
                 setattr(self, name, held.index_select(0, rows.to(held.device)))
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
+        if layout is not None:
+            self.bounded.pack(layout.capacity.index_select(0, rows.to(self.device)))
 
-    def remove_newest(self, count: int) -> None:
-        """Takes away the slots of the last `count` tokens of the current forward (`roll_back`)."""
+    def drop_newest(self, count: int) -> None:
+        """Forgets the last `count` tokens of the current forward, before they were compressed."""
+        if count:
+            self._remove_newest(count)
+            self._count_dropped(count)
+
+    def drop_in_order(self, count: int) -> None:
+        """Forgets the last `count` tokens of a table that holds every token in the slot of its number."""
+        self.drop_newest(count)
+
+    def _remove_newest(self, count: int) -> None:
+        """Takes away the slots of the last `count` tokens of the current forward."""
         raise NotImplementedError
+
+    def _count_dropped(self, count: int) -> None:
+        self.seen -= count
+        self.settled = min(self.settled, self.seen)
+        self.new_tokens = max(self.new_tokens - count, 0)
+        if self.padding is not None:
+            self.padding = self.padding.clamp_max(self.seen)
 
 
 class ExactTable(SlotTable):
@@ -559,7 +580,7 @@ class ExactTable(SlotTable):
         self.length = needed
         self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
 
-    def remove_newest(self, count: int) -> None:
+    def _remove_newest(self, count: int) -> None:
         self.length -= count
         self.state.move_slots(lambda state: state[:, :, : self.length])
 
@@ -760,19 +781,27 @@ class BoundedTable(SlotTable):
         for held, weights in both:
             held.scatter_(2, slots, weights.masked_fill(drop, NEG_INF))
 
-    # rows and roll back
+    # roll back
 
-    def select_rows(self, rows: Tensor) -> None:
-        near, layout = rows.to(self.device), self.layout
-        self.unpack()
-        super().select_rows(rows)
-        for name in ("index", "log_num", "log_den", "next_slot"):
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, held.index_select(0, near))
-        if layout is not None:
-            self.pack(layout.capacity.index_select(0, near))
+    def drop_in_order(self, count: int) -> None:
+        left = self.seen - count
+        self.index[:, :, left:], self.log_den[:, :, left:] = -1, NEG_INF
+        self.next_slot.fill_(left)
+        self._count_dropped(count)
 
-    def remove_newest(self, count: int) -> None:
+    def drop_last(self, count: int) -> None:
+        """Forgets the last `count` tokens of a packed table, which lie one after the other before `next_slot`."""
+        assert self.layout is not None and self.log_num is None
+        at = self.layout.at(self.next_slot - 1 - torch.arange(count, device=self.device))
+        self.index[at], self.log_den[at] = -1, NEG_INF
+        self.next_slot -= count
+        self._count_dropped(count)
+
+    def _count_dropped(self, count: int) -> None:
+        super()._count_dropped(count)
+        self.clock -= count
+
+    def _remove_newest(self, count: int) -> None:
         assert count <= self.new_tokens
         if self.in_place:
             self.free(self.next_slot)
