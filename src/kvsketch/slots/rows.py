@@ -140,10 +140,6 @@ class Rows(ABC):
         for numbers in (self.padding, self.prompts):
             numbers.sub_(count).clamp_min_(0)
 
-    def count_to(self, seen: int) -> None:
-        """Sets the host's count of tokens, after steps of tables that share the tensors."""
-        count_to(self.tables, seen)
-
     def release(self) -> None:
         """Gives the memory back."""
         self.tables = []
@@ -166,6 +162,7 @@ class Rows(ABC):
 
 
 def count_to(tables: Sequence[BoundedTable], seen: int) -> None:
+    """Sets the host's count of tokens, also after steps of tables that share the tensors."""
     for table in tables:
         table.seen = seen
 
