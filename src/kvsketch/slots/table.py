@@ -270,7 +270,7 @@ class SlotTable(Place):
 
     def host_tensors(self) -> list[Tensor]:
         """Every tensor in host memory."""
-        return [] if self.host is None else self.host.tensors()
+        return [] if self.host is None else self.host.parts
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
