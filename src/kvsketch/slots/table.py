@@ -818,11 +818,16 @@ SlotTable.exact_kind, SlotTable.bounded_kind = ExactTable, BoundedTable
 
 
 def require_finite(tables: Sequence[SlotTable]) -> None:
-    """Raises ValueError that names the first vector that could not be coded since the last call (asks the device)."""
+    """Raises NotFinite that names the first vector that could not be coded since the last call (asks the device)."""
     doubts = [doubt for table in tables for doubt in table.doubts]
     for table in tables:
         table.doubts.clear()
-    codes.require_finite(doubts)
+    if not doubts:
+        return
+    here = doubts[0].worst.device
+    is_bad = torch.stack([doubt.worst.to(here) for doubt in doubts]).isnan().tolist()
+    if any(is_bad):
+        raise doubts[is_bad.index(True)].error()
 
 
 def advance_together(tables: Sequence[BoundedTable]) -> None:
