@@ -15,7 +15,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -30,6 +30,7 @@ from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.replay import sink_keys
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import FEW, LEAST, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
@@ -46,21 +47,13 @@ SAMPLED = 512  # tokens of the text that chooses the bits of all rows, at most
 OF_THE_BATCH = ("dynamic", "longrope")
 
 
-@runtime_checkable
-class PeriodicMethod(Protocol):
-    """A method that decides about tokens of a row when enough of them are there."""
-
-    def row_needs(self, table: SlotTable) -> RowNeeds: ...
-    def catch_up(self, tables: Sequence[SlotTable]) -> None: ...
-
-
 def alone(model: Any, method: str | Method) -> str:
     """Why requests to this model with this method cannot share tables; empty: they can."""
     method = parse_method(method)
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
     cache = CompressedCache(model, method)
-    if isinstance(method, PeriodicMethod) and not cache.slot_layers[0].table.rotary:
+    if isinstance(method, WaitingMethod) and not cache.slot_layers[0].table.rotary:
         return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
     if method.ragged and isinstance(getattr(model.config, "num_key_value_heads", 1), list):
         return f"the layers of {cache.model_name} differ in their heads"
@@ -183,7 +176,7 @@ class SharedRows:
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
             packed = [self._bounded(table) for table in singles]
-            needs = self.method.row_needs if isinstance(self.method, PeriodicMethod) else lambda table: RowNeeds()
+            needs = self.method.row_needs if isinstance(self.method, WaitingMethod) else lambda table: RowNeeds()
             one = sum(singles[0].shape[1] * each for each in slots)
             room, self.documents = rows * one, self.documents and len(alike(packed)) == 1
             if self.memory is not None:
@@ -332,7 +325,7 @@ class SharedRows:
             table_rows.count_to(self.tables, self.seen)
             with plain():
                 taken = self.store.take(row, self.seen - self.padding[row])
-                assert isinstance(self.method, PeriodicMethod)
+                assert isinstance(self.method, WaitingMethod)
                 try:
                     self.method.catch_up(taken)
                 except Exception as error:

@@ -396,7 +396,7 @@ class WaitingMethod(BudgetedMethod):
         return coming >= self.most_waiting or coming >= room
 
     def row_needs(self, table: SlotTable) -> RowNeeds:
-        """What a row needs to go on among rows that come and go (`decode.shared.PeriodicMethod`)."""
+        """What a row needs to go on among rows that come and go (`decode.shared`)."""
         queue = self.queue(table)
         tokens, room = self.most_waiting - queue.count, (queue.state.room or queue.ahead(0)) - queue.count
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
