@@ -33,9 +33,9 @@ from kvsketch.methods.replay import sink_keys
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import FEW, LEAST, PlainSlots
-from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
+from kvsketch.slots.documents import DocumentRows, LaidDocument
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.rows import EqualRows, MixedRows, RaggedRows, RowNeeds, Rows, alike, slots_within
+from kvsketch.slots.rows import EqualRows, MixedRows, RaggedRows, RowNeeds, Rows, alike, bytes_of_row, slots_within
 from kvsketch.slots.table import BoundedTable, SlotTable
 from kvsketch.slots.tensors import plain
 
