@@ -17,7 +17,6 @@ from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
 from kvsketch.slots.codes import FewBits, SlotCodes
 from kvsketch.slots.pages import Pages
-from kvsketch.slots.roll_back import drop_in_order
 from kvsketch.slots.table import ExactTable, Place, SlotTable
 from tests.ops.formula import needs_triton
 
@@ -75,7 +74,7 @@ class Alone:
         table = self.table
         table.append(torch.zeros_like(k), torch.zeros_like(v), whole=1000)
         table.bound(self.method.budget_tokens(table))
-        drop_in_order(table, 1)
+        table.drop_in_order(1)
         table.note(prompt_tokens=0)
         if self.method.State is Scores:
             table.state_of(Scores).score = torch.zeros(table.shape, device=k.device)

@@ -14,7 +14,6 @@ import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
 from kvsketch.methods.clusterkv import clusters
-from kvsketch.slots.roll_back import drop_newest
 from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
@@ -239,7 +238,7 @@ def test_a_second_turn_is_clustered_as_a_prompt_is() -> None:
 
 def test_cropped_tokens_leave_the_index() -> None:
     run = Run(ClusterKV(**SMALL), 60)
-    drop_newest(run.table, 5)
+    run.table.drop_newest(5)
     run.keys, run.values = run.keys[:, :, :55], run.values[:, :, :55]
     run.grow(1)
     assert tokens_of(run.clusters(0, 0)) == list(range(3, 56))

@@ -11,7 +11,6 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache.row_sums import RowSums
 from kvsketch.methods.h2o import H2O
-from kvsketch.slots.roll_back import drop_newest
 from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.methods.heavy_hitters import kept, random_stream, simulate, tables
@@ -85,7 +84,7 @@ def test_rejected_drafts_leave_no_trace(budget: int) -> None:
     table = next(tables(method, random_stream([30, 2])))
     drafts = torch.cat([stream.keys[:, :, 30:], torch.randn(1, 2, 3, 8)], 2)
     table.append(drafts, drafts)
-    drop_newest(table, 3)
+    table.drop_newest(3)
     method.compress(table, stream.queries[:, :, 30:])
     assert kept(table) == kept(expected)
 

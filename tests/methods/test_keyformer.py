@@ -11,7 +11,6 @@ from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import reference
-from kvsketch.slots.roll_back import drop_newest
 from kvsketch.slots.table import ExactTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
@@ -81,7 +80,7 @@ def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
     before = table.prompt_tokens
     append(4)
     # As a layer does when a part of a draft is rolled back.
-    drop_newest(table, 2)
+    table.drop_newest(2)
     table.prompt_tokens = before
     assert tau() == 1.0 + 3 / 8
     append(5)

@@ -12,7 +12,6 @@ import kvsketch
 from kvsketch.methods import Quest
 from kvsketch.ops.select_pages import Bounds
 from kvsketch.ops.select_pages.reference import page_scores
-from kvsketch.slots.roll_back import drop_newest
 from kvsketch.slots.table import ExactTable, SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -143,7 +142,7 @@ def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
     for step in (1, 10):
         cropped, plain = ExactTable(0, 1), ExactTable(0, 1)
         grow(cropped, 0, 50)
-        drop_newest(cropped, 9)
+        cropped.drop_newest(9)
         grow(plain, 0, 41)
         for start in range(50, 60, step):
             grow(cropped, start, start + step)

@@ -182,7 +182,7 @@ class Machine(RuleBasedStateMachine):
     def join(self, number: int, tokens: int) -> None:
         tables, row = self._prompt(tokens)
         self._decide(tables, row)
-        self.store.count_to(self.clock)
+        table_rows.count_to(self.store.tables, self.clock)
         size = sum(len(held) + SPARE + (WAIT - SPARE + 1) for held in row.heads.values())
         free = SLOTS - sum(stretch.size for stretch in self.store.rows.values())
         reason = self.store.misfit(tables)
@@ -197,7 +197,7 @@ class Machine(RuleBasedStateMachine):
     @rule(source=st.integers(0, 11), to=st.integers(0, 11))
     def move(self, source: int, to: int) -> None:
         old, new = self._chosen(source, free=False), self._chosen(to, free=True)
-        self.store.count_to(self.clock)
+        table_rows.count_to(self.store.tables, self.clock)
         self.store.move(old, new)
         self.rows[new] = self.rows.pop(old)
 
@@ -222,7 +222,7 @@ class Machine(RuleBasedStateMachine):
     def _taken(self, row: int, decides: bool) -> tuple[list[SlotTable], Row]:
         """The table of a row after its method's work, and its model."""
         model = self.rows.pop(row)
-        self.store.count_to(self.clock)
+        table_rows.count_to(self.store.tables, self.clock)
         (table,) = self.store.take(row, model.seen)
         assert row not in self.store.rows
         index, whole = read(table)
@@ -283,7 +283,7 @@ class Machine(RuleBasedStateMachine):
     def rewind(self, part: int) -> None:
         most = min([self.clock - row.seen for row in self.rows.values()] + [self.clock - LONGEST - 1])
         count = most * part // 100
-        self.store.count_to(self.clock)
+        table_rows.count_to(self.store.tables, self.clock)
         self.store.rewind(count)
         self.clock -= count
 
@@ -291,7 +291,7 @@ class Machine(RuleBasedStateMachine):
 
     @invariant()
     def each_row_reads_what_it_holds(self) -> None:
-        self.store.count_to(self.clock)
+        table_rows.count_to(self.store.tables, self.clock)
         result = [read(table) for table in self.store.tables]
         for number, row in self.rows.items():
             self._check(row, result, number, self.clock - row.seen)

@@ -120,7 +120,7 @@ class OnOneClock(Form):
         return self.firsts[count]
 
     def put(self, entry: int, tables: list[SlotTable]) -> None:
-        self.rows.count_to(self.clock)
+        count_to(self.rows.tables, self.clock)
         assert tables[0].stacked or self.rows.misfit(tables) == ""
         self.rows.put(entry, tables)
 
@@ -135,7 +135,7 @@ class OnOneClock(Form):
         self.clock += 1
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
-        self.rows.count_to(self.clock)
+        count_to(self.rows.tables, self.clock)
         begins = self.clock - request.seen
         assert int(self.rows.padding[entry]) == begins
         return self.rows.tables
@@ -147,12 +147,12 @@ class OnOneClock(Form):
         self.rows.retire(entry)
 
     def move(self, source: int, entry: int) -> None:
-        self.rows.count_to(self.clock)
+        count_to(self.rows.tables, self.clock)
         self.rows.move(source, entry)
 
     def rewind(self, requests: dict[int, Request], part: int) -> None:
         most = min([self.clock - request.seen for request in requests.values()] + [self.clock - LONGEST - 1])
-        self.rows.count_to(self.clock)
+        count_to(self.rows.tables, self.clock)
         self.rows.rewind(most * part // 100)
         self.clock -= most * part // 100
 
@@ -184,7 +184,7 @@ class RaggedInOurs(OnOneClock):
         return RowNeeds(tokens, max(0, tokens - spare), ROOM)
 
     def take(self, entry: int, request: Request) -> list[SlotTable] | None:
-        self.rows.count_to(self.clock)
+        count_to(self.rows.tables, self.clock)
         assert (request.waiting == ROOM) == (entry in self.rows.due())
         return [*self.rows.take(entry, request.seen)]
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import importlib
 import sys
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,10 @@ EXPAND = "expand_kv"
 NEIGHBOURS = ("deepseek_v2",)  # families that rotate neighbouring rotary channels together
 
 
-class LatentSizes(NamedTuple):
-    """Sizes of what is cached of a token."""
-
-    latent: int
-    rotary: int
-
-
-def sizes_of(config: PretrainedConfig) -> LatentSizes | None:
-    """What a model caches of a token if its attention is latent, else None."""
+def sizes_of(config: PretrainedConfig) -> tuple[int, int] | None:
+    """The sizes of the latent and of the rotary key that a model caches of a token; None: its attention has none."""
     text = config.get_text_config(decoder=True)
-    return LatentSizes(text.kv_lora_rank, text.qk_rope_head_dim) if any(attention_classes(config)) else None
+    return (text.kv_lora_rank, text.qk_rope_head_dim) if any(attention_classes(config)) else None
 
 
 def attention_classes(config: PretrainedConfig) -> Iterator[type]:

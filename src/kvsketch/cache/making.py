@@ -95,7 +95,7 @@ def link(layers: Sequence[Any], shared: bool) -> None:
             after.before = before
 
 
-def _require_codable(bits: FewBits, text: PretrainedConfig, latents: latent.LatentSizes | None) -> None:
+def _require_codable(bits: FewBits, text: PretrainedConfig, latents: tuple[int, int] | None) -> None:
     """Raises ValueError when heads of the model's size cannot be stored in the bits of the method."""
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, text.num_attention_heads)
     for count in {MANY if bits.auto else bits.keys, bits.values} - {PLAIN}:

@@ -57,8 +57,7 @@ def mask_at_slots(mask: Any, query: Tensor, index: Callable[[], Tensor], seen: i
     if mask is None or (isinstance(mask, Tensor) and mask.dim() == 2):
         visible = None
         if new > 1:
-            first = seen - new
-            query_index = torch.arange(first, first + new, device=query.device)
+            query_index = torch.arange(seen - new, seen, device=query.device)
             visible = index().unsqueeze(2) <= query_index.view(1, 1, -1, 1)
         if mask is not None:
             padding = at_slots(mask[:, None, None, :].bool(), index(), kv_heads)
@@ -67,7 +66,7 @@ def mask_at_slots(mask: Any, query: Tensor, index: Callable[[], Tensor], seen: i
     if isinstance(mask, Tensor):
         return at_slots(mask[..., :seen], index(), kv_heads)
     if hasattr(mask, "mask_mod"):
-        return _evaluate_mask_mod(mask, query.shape[2], index(), seen)
+        return _evaluate_mask_mod(mask, new, index(), seen)
     raise TypeError(
         f"attention mask of type {type(mask).__name__} is not understood; use a tensor, a BlockMask or None"
     )
@@ -90,17 +89,14 @@ def last_row_visible(mask: Any, seen: int) -> Tensor | None:  # [B, L] bool
         row = row[:, :seen]
         return row > torch.finfo(row.dtype).min / 2 if mask.dim() == 4 and row.is_floating_point() else row.bool()
     if hasattr(mask, "mask_mod") and mask.shape[0] is not None:
-        device = mask.kv_num_blocks.device
-        rows = torch.arange(mask.shape[0], device=device).view(-1, 1)
-        columns = torch.arange(seen, device=device).view(1, -1)
-        last = torch.full_like(columns, seen - 1 - _first_query(mask))
-        return mask.mask_mod(*torch.broadcast_tensors(rows, torch.zeros_like(rows), last, columns))
+        index = torch.arange(seen, device=mask.kv_num_blocks.device).expand(mask.shape[0], 1, -1)
+        return _evaluate_mask_mod(mask, 1, index, seen)[:, 0, 0]
     return None
 
 
 def padding_after(mask: Any, padding: Tensor | None, seen: int, new: int) -> Tensor | None:  # [B]
     """Left padding of each row among `seen` tokens; `padding`: that before the last `new` of them."""
-    visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+    visible = last_row_visible(mask, seen)  # [B, L]
     return padding if visible is None else learned(padding, visible[:, -new:], seen - new)
 
 
@@ -116,7 +112,7 @@ def hidden_inside(mask: Any, seen: int) -> tuple[int, int] | None:
     None where a mask hides no such token: causal masks, prefix masks, packed texts. Reads only the last row of the
     mask.
     """
-    visible = None if mask is None else last_row_visible(mask, seen)  # [B, L]
+    visible = last_row_visible(mask, seen)  # [B, L]
     inside = None if visible is None else ~visible & (visible.cumsum(-1) > 0)
     if inside is None or not bool(inside.any()):
         return None
@@ -130,10 +126,6 @@ def is_causal(mask: Any, seen: int, new: int, padding: Tensor | None) -> bool:
         return True
     if not isinstance(mask, Tensor) or mask.dim() not in (2, 4) or (mask.dim() == 4 and mask.shape[1] > 1):
         return False
-    return _hides_nothing_else(mask, seen, new, padding)
-
-
-def _hides_nothing_else(mask: Tensor, seen: int, new: int, padding: Tensor | None) -> bool:
     if mask.shape[-1] < seen:
         return False
     column = torch.arange(seen, device=mask.device)
@@ -176,17 +168,12 @@ def add_bias(mask: Tensor | None, bias: Tensor) -> Tensor:
     return bias.float() + mask
 
 
-def _first_query(mask: Any) -> int:
-    """Logical index of the first query of a BlockMask, whose function counts queries from there."""
-    return int(mask.shape[-1] - mask.shape[-2])
-
-
-def _evaluate_mask_mod(mask: Any, new: int, index: Tensor, seen: int) -> Tensor:
-    batch, heads, _slots = index.shape
-    device = index.device
-    rows = torch.arange(batch, device=device).view(-1, 1, 1, 1)
-    heads_index = torch.arange(heads, device=device).view(1, -1, 1, 1)
-    queries = torch.arange(seen - new, seen, device=device).view(1, 1, -1, 1) - _first_query(mask)
-    columns = index.clamp_min(0).unsqueeze(2)
-    visible: Tensor = mask.mask_mod(*torch.broadcast_tensors(rows, heads_index, queries, columns))
+def _evaluate_mask_mod(mask: Any, new: int, index: Tensor, seen: int) -> Tensor:  # [B, H, new, S] bool
+    """What a BlockMask shows the `new` last of `seen` tokens at the slots' indices [B, H, S]."""
+    rows, heads = (torch.arange(size, device=index.device) for size in index.shape[:2])
+    # Its function counts queries from the first of them on.
+    first = int(mask.shape[-1] - mask.shape[-2])
+    queries = torch.arange(seen - new, seen, device=index.device) - first
+    places = rows.view(-1, 1, 1, 1), heads.view(-1, 1, 1), queries.view(-1, 1), index.clamp_min(0).unsqueeze(2)
+    visible: Tensor = mask.mask_mod(*torch.broadcast_tensors(*places))
     return visible

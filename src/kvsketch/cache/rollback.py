@@ -7,7 +7,6 @@ from typing import Any
 
 from kvsketch.cache.interrupted import require_whole
 from kvsketch.cache.layer import DRAFTS, OVER, SlotLayer
-from kvsketch.slots.roll_back import drop_newest
 from kvsketch.slots.tensors import plain
 
 
@@ -61,11 +60,11 @@ def _crop(layer: SlotLayer, count: int) -> None:
         with plain(), layer.changing():
             layer.table.note(prompt_tokens=_prompt_without(layer, count))
             if _is_draft(layer, count):
-                drop_newest(layer.table, count)
+                layer.table.drop_newest(count)
             else:
                 # What waits to be compressed goes first: a method knows only what it has compressed.
                 drafted = layer.table.new_tokens if layer.pending is not None else 0
-                drop_newest(layer.table, drafted)
+                layer.table.drop_newest(drafted)
                 layer.pending = None
                 layer.method.forget(layer.table, count - drafted)
     if layer.record_past:

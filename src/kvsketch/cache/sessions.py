@@ -52,32 +52,23 @@ def use(
     require_stream(prefill, chunk)
     options = {"seed": seed, "prefill": prefill, "chunk": chunk}
     session, number = Session(parse_method(method), options), next(_numbers)
-    _enter(model, session, number)
-    try:
-        yield session
-    finally:
-        _leave(model, number)
-
-
-def _enter(model: Any, session: Session, number: int) -> None:
     with _lock:
         door = _doors.setdefault(id(model), Patch(model, "generate", functools.partial(_generate, model)))
         door.hold()
         _THREADS.hold()
         _open[number] = (model, session)
     _entered.set((*_still_open(), number))
-
-
-def _leave(model: Any, number: int) -> None:
-    """The end of a block may run in another context than its beginning, as that of an async generator does."""
-    with _lock:
-        del _open[number]
-        _THREADS.release()
-        door = _doors[id(model)]
-        door.release()
-        if not door.holders:
-            del _doors[id(model)]
-    _entered.set(_still_open())
+    try:
+        yield session
+    finally:
+        # In another context than the beginning, maybe, as at the end of an async generator.
+        with _lock:
+            del _open[number]
+            _THREADS.release()
+            door.release()
+            if not door.holders:
+                del _doors[id(model)]
+        _entered.set(_still_open())
 
 
 def _still_open() -> tuple[int, ...]:

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from transformers import BatchEncoding
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
@@ -81,8 +82,6 @@ def repeat_instruction(tokenizer: Any) -> Tensor:  # [1, n]
 
 def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> Any:
     """Inputs of generate for a question after what the cache has read: the new ids, and a mask for all tokens."""
-    from transformers import BatchEncoding
-
     frame, seen = chat_frame(tokenizer), cache.tokens_seen
     before = frame.before if not seen else "" if cache.text.open else frame.between
     ids = _encode(tokenizer, before + question + frame.after, first=not seen)
@@ -95,8 +94,6 @@ def question_inputs(tokenizer: Any, cache: CompressedCache, question: str) -> An
 
 def document_inputs(tokenizer: Any, text: str, question: str) -> Any:
     """Inputs of generate for a question about a text: the tokens of `read`, then those of `ask`."""
-    from transformers import BatchEncoding
-
     behind = _encode(tokenizer, question + chat_frame(tokenizer).after, first=False)
     ids = torch.cat([document_ids(tokenizer, text), behind], 1)
     return BatchEncoding({"input_ids": ids, "attention_mask": torch.ones_like(ids)})

@@ -31,7 +31,7 @@ from kvsketch.decode.sampling import Sampler, Seeded, unsupported
 from kvsketch.ops.common import early_start
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.table import SlotTable, Together
+from kvsketch.slots.table import BoundedTable, SlotTable, advance_together
 from kvsketch.slots.tensors import plain
 
 WARM_UP_STEPS = 2
@@ -216,7 +216,8 @@ class Aside:
     """
 
     def __init__(self, tables: Sequence[SlotTable]) -> None:
-        self.tables = Together(tables)
+        self.tables = tables
+        self.advancing: list[BoundedTable] = []  # those of them that wait for the others
         self.stream = torch.cuda.Stream() if tables[0].device.type == "cuda" else None
         self.held: list[Any] = []
 
@@ -230,28 +231,67 @@ class Aside:
                 branch.enter_context(torch.cuda.stream(self.stream))
                 branch.enter_context(early_start.off())
             yield
-            if self.tables.complete:
-                self.tables.advance()
+            if len(self.advancing) == len(self.tables):
+                self._advance()
 
     def join(self) -> None:
         """The current stream goes on after all of it."""
         if self.held and self.stream is not None:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
-        self.tables.advance()
+        self._advance()
+
+    def _advance(self) -> None:
+        if self.advancing:
+            advance_together(self.advancing)
+            self.advancing.clear()
 
 
 @contextlib.contextmanager
 def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
     """Inside the block the layers compress aside; the branches meet again at its end."""
     branch, forward = Aside([layer.table for layer in layers]), layers[0].forward
-    branch.tables.begin()
+    for table in branch.tables:
+        table.note(advancing=branch.advancing)
     try:
         with forward.during(aside=branch):
             yield
     finally:
         branch.join()
-        branch.tables.end()
+        for table in branch.tables:
+            table.note(advancing=None)
+
+
+@contextlib.contextmanager
+def recording(device: torch.device, pool: Any = None) -> Iterator[Any]:
+    """The graph of what the block launches; nothing of it runs."""
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.synchronize()
+    # Threads outside kvsketch may allocate and launch meanwhile.
+    with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
+        yield graph
+
+
+def read_token(
+    model: Any, cache: CompressedCache, token: Tensor, position: Tensor, fused: bool, bounded: bool = True
+) -> Tensor:  # [B, vocabulary]
+    """One forward over a token of each row, [B, 1]; `bounded`: whether all tables are.
+
+    A token below 0 is none: what its row does then is not read.
+    """
+    layer = cache.slot_layers[0]
+    # Tables that are still exact are read under a mask.
+    mask = None if bounded else left_padding.mask(layer.table.padding, layer.table.seen + 1, layer.table.before)
+    kernels = fusion.fused(model) if fused else contextlib.nullcontext()
+    with layer.forward.during(mask_free=True, short_mask=bounded), kernels:
+        out = model(
+            input_ids=token.clamp_min(0),
+            position_ids=position,
+            past_key_values=cache,
+            use_cache=True,
+            attention_mask=None if mask is None else mask.long(),
+        )
+    return out.logits[:, -1]
 
 
 class Step:
@@ -287,12 +327,9 @@ class Step:
 
     def run(self) -> None:
         """Generates one token."""
-        try:
+        # After an error the device may have gone further than the host has counted.
+        with self.cache._broken_off_by_errors("a captured decode step"):
             self._run()
-        except BaseException:
-            # The device may have gone further than the host has counted.
-            self.cache._break_off("a captured decode step")
-            raise
 
     def _run(self) -> None:
         self.sampler.before_step()
@@ -325,20 +362,8 @@ class Step:
         return bounded, due
 
     def _forward(self, bounded: bool) -> None:
-        table = self.layers[0].table
-        # Tables that are still exact are read under a mask.
-        mask = None if bounded else left_padding.mask(table.padding, table.seen + 1, table.before)
-        fused = fusion.fused(self.model) if self.fused else contextlib.nullcontext()
-        with self.layers[0].forward.during(mask_free=True, short_mask=bounded), fused:
-            logits = self.model(
-                # A sampler may say that there is no token: what the row does then is not read.
-                input_ids=self.token.clamp_min(0),
-                position_ids=self.position,
-                past_key_values=self.cache,
-                use_cache=True,
-                attention_mask=None if mask is None else mask.long(),
-            ).logits
-        self.token.copy_(self.sampler.choose(logits[:, -1]))
+        logits = read_token(self.model, self.cache, self.token, self.position, self.fused, bounded)
+        self.token.copy_(self.sampler.choose(logits))
         self.position += 1
 
     def _addresses(self) -> list[int]:
@@ -348,11 +373,7 @@ class Step:
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""
         self.addresses = self._addresses()
-        graph = torch.cuda.CUDAGraph()
-        torch.cuda.synchronize()
-        # Threads outside kvsketch may allocate and launch meanwhile.
-        stream = capture_stream(self.token.device)
-        with torch.cuda.graph(graph, stream=stream, capture_error_mode="thread_local"), aside(self.layers):
+        with recording(self.token.device) as graph, aside(self.layers):
             self._forward(bounded=True)
         for layer in self.layers:
             layer.table.count_recorded()

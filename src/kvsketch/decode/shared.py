@@ -15,7 +15,7 @@ import contextlib
 import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -24,18 +24,18 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.memory import in_tokens
 from kvsketch.cache.streaming import prefill
-from kvsketch.decode import fused as fusion
-from kvsketch.decode.captured import WARM_UP_STEPS, aside, capture_stream, turn_of
+from kvsketch.decode.captured import WARM_UP_STEPS, aside, read_token, recording, turn_of
 from kvsketch.decode.sampling import Draw
 from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.replay import sink_keys
+from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import FEW, LEAST, PlainSlots
-from kvsketch.slots.documents import DocumentRows, LaidDocument, bytes_of_row
+from kvsketch.slots.documents import DocumentRows, LaidDocument
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.rows import EqualRows, MixedRows, RaggedRows, RowNeeds, Rows, alike, slots_within
+from kvsketch.slots.rows import EqualRows, MixedRows, RaggedRows, RowNeeds, Rows, alike, bytes_of_row, slots_within
 from kvsketch.slots.table import BoundedTable, SlotTable
 from kvsketch.slots.tensors import plain
 
@@ -47,21 +47,13 @@ SAMPLED = 512  # tokens of the text that chooses the bits of all rows, at most
 OF_THE_BATCH = ("dynamic", "longrope")
 
 
-@runtime_checkable
-class PeriodicMethod(Protocol):
-    """A method that decides about tokens of a row when enough of them are there."""
-
-    def row_needs(self, table: SlotTable) -> RowNeeds: ...
-    def catch_up(self, tables: Sequence[SlotTable]) -> None: ...
-
-
 def alone(model: Any, method: str | Method) -> str:
     """Why requests to this model with this method cannot share tables; empty: they can."""
     method = parse_method(method)
     if method.alone:
         return f"{method.name} is served one request at a time: {method.alone}"
     cache = CompressedCache(model, method)
-    if isinstance(method, PeriodicMethod) and not cache.slot_layers[0].table.rotary:
+    if isinstance(method, WaitingMethod) and not cache.slot_layers[0].table.rotary:
         return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
     if method.ragged and isinstance(getattr(model.config, "num_key_value_heads", 1), list):
         return f"the layers of {cache.model_name} differ in their heads"
@@ -183,8 +175,8 @@ class SharedRows:
         self.documents = self.documents and singles[0].can_be_document
         slots, clock = [self.method.most_slots(table, self.longest) for table in singles], self.longest + 1
         if self.method.ragged:
-            packed = [self._with_heads_of_their_own(table) for table in singles]
-            needs = self.method.row_needs if isinstance(self.method, PeriodicMethod) else lambda table: RowNeeds()
+            packed = [self._bounded(table) for table in singles]
+            needs = self.method.row_needs if isinstance(self.method, WaitingMethod) else lambda table: RowNeeds()
             one = sum(singles[0].shape[1] * each for each in slots)
             room, self.documents = rows * one, self.documents and len(alike(packed)) == 1
             if self.memory is not None:
@@ -247,14 +239,13 @@ class SharedRows:
         text = replace(tables[0].cleared(), keys=held, values=held, length=first.shape[2], seen=seen)
         return store.lay(document, [table.bounded for table in tables], text)
 
-    def _with_heads_of_their_own(self, table: SlotTable) -> BoundedTable:
-        """A text within its budget has equal heads; they lie in a flat store like others."""
+    def _bounded(self, table: SlotTable) -> BoundedTable:
+        """A text within its budget gets its fixed shape; where heads differ, it lies in a flat store like others."""
         if table.exact:
             self.method.bound(table, table.seen + 1)
-        bounded = table.bounded
-        if bounded.layout is None:
-            bounded.pack(torch.full(bounded.shape[:2], bounded.length, device=bounded.device))
-        return bounded
+        if self.method.ragged and table.layout is None:
+            table.bounded.pack(torch.full(table.shape[:2], table.length, device=table.device))
+        return table.bounded
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
@@ -269,19 +260,14 @@ class SharedRows:
         Returns why it does not fit, or nothing. The cache is bounded by this and may be reused after a reset.
         """
         assert bool(cache.tokens_before) == (document is not None), "a row joins with the document that it continues"
-        tables = [layer.table for layer in cache.slot_layers]
         with torch.no_grad(), plain():
-            for table in tables:
-                if self.method.ragged:
-                    self._with_heads_of_their_own(table)
-                elif table.exact:
-                    self.method.bound(table, table.seen + 1)
-            self.store.count_to(self.seen)
+            tables = [self._bounded(layer.table) for layer in cache.slot_layers]
+            table_rows.count_to(self.tables, self.seen)
             if reason := self._misfit(tables, document):
                 return reason
             if document is not None and self._documents is not None:
                 self._documents.read(row, self._laid(self._documents, document))
-            self.store.put(row, [table.bounded for table in tables])
+            self.store.put(row, tables)
             self.padding[row] = self.seen - tables[0].seen
             self.token[row].copy_(token[0])
             self.position[row].fill_(cache.tokens_seen)
@@ -290,7 +276,7 @@ class SharedRows:
                 own[row].copy_(new[0])
         return ""
 
-    def _misfit(self, tables: list[SlotTable], document: CompressedCache | None) -> str:
+    def _misfit(self, tables: Sequence[SlotTable], document: CompressedCache | None) -> str:
         """Why a row cannot join; empty: it can."""
         store = self._documents
         if document is None or store is None:
@@ -308,7 +294,7 @@ class SharedRows:
 
     def move(self, source: int, row: int) -> None:
         """Row `source` goes on as row `row`, which is free."""
-        self.store.count_to(self.seen)
+        table_rows.count_to(self.tables, self.seen)
         with torch.no_grad():
             self.store.move(source, row)
             for tensor in (self.token, self.position, self.live, *self.draw.tensors()):
@@ -336,10 +322,10 @@ class SharedRows:
     def _catch_up(self) -> None:
         """Rows whose method has periodic work to do are taken out for it, one by one, and put back."""
         for row in self.store.due():
-            self.store.count_to(self.seen)
+            table_rows.count_to(self.tables, self.seen)
             with plain():
                 taken = self.store.take(row, self.seen - self.padding[row])
-                assert isinstance(self.method, PeriodicMethod)
+                assert isinstance(self.method, WaitingMethod)
                 try:
                     self.method.catch_up(taken)
                 except Exception as error:
@@ -349,7 +335,7 @@ class SharedRows:
     def rewind(self) -> None:
         """Turns the clock back as far as the rows in use allow, and the longest that may still join."""
         count = min([*self.padding.values(), self.seen - self.longest - 1])
-        self.store.count_to(self.seen)
+        table_rows.count_to(self.tables, self.seen)
         with torch.no_grad():
             self.store.rewind(count)
         self.seen -= count
@@ -362,14 +348,12 @@ class SharedRows:
 
     def warm_up(self) -> None:
         """Compiles and records the step of every batch, so that no request has to wait for it. No row is in use."""
-        for batch in self.batches:
-            for _ in range(WARM_UP_STEPS if self.device.type == "cuda" else 0):
-                with turn_of(self.device), torch.no_grad():
+        for batch in self.batches if self.device.type == "cuda" else ():
+            with turn_of(self.device), torch.no_grad():
+                for _ in range(WARM_UP_STEPS):
                     batch.run(self.seen, Draw.ALL, eager=True)
-                self.seen += 1
-            if self.device.type == "cuda":
-                with turn_of(self.device), torch.no_grad():
-                    batch.record(self.seen)
+                    self.seen += 1
+                batch.record(self.seen)
 
 
 class Batch:
@@ -403,16 +387,7 @@ class Batch:
             self._choose(mode)
 
     def _forward(self) -> None:
-        fused = fusion.fused(self.shared.model) if self.shared.fused else contextlib.nullcontext()
-        with self.cache.slot_layers[0].forward.during(mask_free=True, short_mask=True), fused:
-            logits = self.shared.model(
-                # A row may have no token: what it does then is not read.
-                input_ids=self.token.clamp_min(0),
-                position_ids=self.position,
-                past_key_values=self.cache,
-                use_cache=True,
-            ).logits
-        self.logits.copy_(logits[:, -1])
+        self.logits.copy_(read_token(self.shared.model, self.cache, self.token, self.position, self.shared.fused))
         # A row that has left must not run out of positions.
         self.position.add_(1).mul_(self.live)
 
@@ -422,12 +397,10 @@ class Batch:
     def record(self, seen: int) -> None:
         """Captures the step and the choices; nothing of it runs."""
         table_rows.count_to(self.tables, seen)
-        torch.cuda.synchronize()
-        options: dict[str, Any] = {"pool": self.shared.pool, "stream": capture_stream(self.shared.device)}
-        self.graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(self.graph, capture_error_mode="thread_local", **options), aside(self.cache.slot_layers):
+        with recording(self.shared.device, self.shared.pool) as self.graph, aside(self.cache.slot_layers):
             self._forward()
-        self.choosing = [torch.cuda.CUDAGraph() for _ in range(3)]
-        for mode, graph in enumerate(self.choosing):
-            with torch.cuda.graph(graph, capture_error_mode="thread_local", **options):
+        self.choosing = []
+        for mode in range(3):
+            with recording(self.shared.device, self.shared.pool) as graph:
                 self._choose(mode)
+            self.choosing.append(graph)

@@ -27,7 +27,6 @@ from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
 from kvsketch.methods.parameters import Parameters, option
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
-from kvsketch.slots.roll_back import drop_in_order
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
@@ -169,7 +168,7 @@ class Method(Parameters):
 
     def forget(self, table: SlotTable, count: int) -> None:
         """Drops the last `count` tokens; called only where `can_forget`."""
-        drop_in_order(table, count)
+        table.drop_in_order(count)
 
     def budget_tokens(self, table: SlotTable) -> int | None:
         """Slots the layer may hold for its longest row, None without limit."""

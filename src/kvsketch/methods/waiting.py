@@ -31,7 +31,6 @@ from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
-from kvsketch.slots.roll_back import drop_last, drop_newest
 from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable, require_finite
@@ -397,7 +396,7 @@ class WaitingMethod(BudgetedMethod):
         return coming >= self.most_waiting or coming >= room
 
     def row_needs(self, table: SlotTable) -> RowNeeds:
-        """What a row needs to go on among rows that come and go (`decode.shared.PeriodicMethod`)."""
+        """What a row needs to go on among rows that come and go (`decode.shared`)."""
         queue = self.queue(table)
         tokens, room = self.most_waiting - queue.count, (queue.state.room or queue.ahead(0)) - queue.count
         return RowNeeds(tokens, max(0, tokens - room), self.most_waiting)
@@ -416,7 +415,7 @@ class WaitingMethod(BudgetedMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         state, queue = table.state_of(Waiting), self.queue(table)
-        drop_newest(table, count) if table.layout is None else drop_last(table.bounded, count)
+        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
         state.owed = min(state.owed, queue.count)
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.

@@ -9,7 +9,6 @@ store.py        tables of many requests in one store, and the verbs that write t
 rows.py         the store of our engine: rows on one clock, stretches of memory
 documents.py    documents in the store of our engine, shared by its rows
 pages.py        the store of vLLM: pages of a pool, requests that count their own tokens
-roll_back.py    taking back the newest tokens of a table
 padding.py      left padding
 positions.py    how far a query finds itself from a slot
 tensors.py      moves of the tensors that a table holds

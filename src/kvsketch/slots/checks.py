@@ -15,6 +15,7 @@ from torch import Tensor
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots.offloaded import is_offloaded
 from kvsketch.slots.state import Range, TableState
+from kvsketch.slots.store import slot_parts
 from kvsketch.slots.table import BoundedTable, SlotTable
 
 
@@ -75,13 +76,9 @@ def _equal_heads(table: SlotTable) -> SlotTable:
     if table.layout is None:
         return table
     capacity = table.layout.capacity
-    bounded = table.bounded
-    flat = [bounded.index, bounded.log_den, *table.state.slot_tensors()]
-    flat += [part for slots in (table.keys, table.values) for part in slots.slot_parts().values()]
-    flat += [] if bounded.log_num is None else [bounded.log_num]
     if capacity.dim() != 2 or capacity.dtype != torch.int64 or int(capacity.min()) < 1:
         raise ValueError("the capacities of heads are no whole numbers of 1 or more")
-    if any(t.shape[:1] != (table.layout.total,) for t in flat):
+    if any(part.shape[:1] != (table.layout.total,) for part in slot_parts(table.bounded).values()):
         raise ValueError("the flat store of a table does not hold what its heads hold together")
     equal = replace(table, state=replace(table.state))
     equal.unpack()

@@ -363,20 +363,15 @@ def arrange(slots: Slots, start: int, source: Tensor) -> None:
 def coded(vectors: Tensor, bits: int, padding: Tensor | None) -> SlotCodes:
     """A text in order, [B, H, S, D] behind left `padding` [B], in `bits` bits."""
     codec, center = Codec(bits, vectors.shape[-1]), center_of(vectors, padding)
-    at = first_tokens(EXACT, vectors, padding)
-    first = vectors[:, :, :EXACT] if padding is None and vectors.shape[2] >= EXACT else None
-    first = tensors.gather_slots(vectors, at.clamp_min(0)) if first is None else first
+    slots, at = vectors.shape[2], torch.arange(EXACT, device=vectors.device)
+    in_front = padding is None and slots >= EXACT
+    if not in_front:
+        at = at if padding is None else at + padding.view(-1, 1, 1)
+        at = torch.where(at < slots, at, -1)
+    at = at.expand(*vectors.shape[:2], -1)  # where the first tokens of the text lie, -1: nowhere
+    first = vectors[:, :, :EXACT] if in_front else tensors.gather_slots(vectors, at.clamp_min(0))
     exact = codec.rotated(first - center.unsqueeze(2))
     return SlotCodes(codec, center, exact, at.int(), *codecs.encode(vectors, center, codec), dtype=vectors.dtype)
-
-
-def first_tokens(count: int, slots: Tensor, padding: Tensor | None) -> Tensor:  # [B, H, count] int64
-    """Where the first tokens of a text lie in slots [B, H, S, ...] that hold it in order; -1: nowhere."""
-    at = torch.arange(count, device=slots.device)
-    if padding is not None or slots.shape[2] < count:
-        at = at if padding is None else at + padding.view(-1, 1, 1)
-        at = torch.where(at < slots.shape[2], at, -1)
-    return at.expand(*slots.shape[:2], -1)
 
 
 def center_of(x: Tensor, padding: Tensor | None = None) -> Tensor:  # [B, H, D] float32
@@ -416,18 +411,12 @@ class Doubt(NamedTuple):
     def of(cls, slots: SlotCodes, what: str, layer: int) -> Doubt:
         return cls(*slots.steps.flatten().max(0), slots.steps.shape, slots.codec.bits, what, layer)
 
-
-def require_finite(doubts: Sequence[Doubt]) -> None:
-    """Raises NotFinite that names the first vector that could not be coded (asks the device once)."""
-    if not doubts:
-        return
-    here = doubts[0].worst.device
-    is_bad = torch.stack([doubt.worst.to(here) for doubt in doubts]).isnan().tolist()
-    if not any(is_bad):
-        return
-    _, at, (_, heads, count), bits, what, layer = doubts[is_bad.index(True)]
-    head, slot = divmod(int(at), count)
-    raise NotFinite(
-        f"the {what} of slot {slot} in layer {layer}, batch row {head // heads}, head {head % heads} are not finite "
-        f"and cannot be stored in {bits} bits; look for an overflow in the model (float16?), or use bits={PLAIN}"
-    )
+    def error(self) -> NotFinite:
+        """Names the vector (asks the device)."""
+        _, heads, count = self.shape
+        head, slot = divmod(int(self.at), count)
+        return NotFinite(
+            f"the {self.what} of slot {slot} in layer {self.layer}, batch row {head // heads}, head {head % heads} are "
+            f"not finite and cannot be stored in {self.bits} bits; look for an overflow in the model (float16?), or "
+            f"use bits={PLAIN}"
+        )

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.slots.rows import RaggedRows, RowNeeds, Stretch
-from kvsketch.slots.store import Parts, Ragged, all_row_parts, head_places, row_parts
+from kvsketch.slots.store import Parts, Ragged, all_row_parts, head_places
 from kvsketch.slots.table import BoundedTable, Groups, SlotTable
 
 TOGETHER = 16  # queries of a KV head for which one program of `weighted_attention` reads codes, at most
@@ -185,8 +185,3 @@ class DocumentRows(RaggedRows):
             return
         stretch.own["start"] += by
         self.document_changes += 1
-
-
-def bytes_of_row(singles: Sequence[BoundedTable]) -> int:
-    """Bytes that a row has for its document, beside the store."""
-    return sum(part[:1].nbytes for single in singles for part in row_parts(single).values())

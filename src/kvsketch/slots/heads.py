@@ -2,10 +2,9 @@
 
 transformers splits the query, key and value projections of a layer among the processes of a group, in order: of R
 processes the one with number r holds the KV heads r H/R to (r + 1) H/R - 1 and the query heads that read them. A
-compressed cache holds the slots of these heads. Methods treat
-almost everything per KV head. Two things make the result independent of the number of processes: random draws use the
-number of the head in the whole model (`SlotTable.first_head`), and the few numbers that all heads of a layer share
-are combined over the processes here.
+compressed cache holds the slots of these heads. Methods treat almost everything per KV head. Two things make the result
+independent of the number of processes: random draws use the number of the head in the whole model
+(`SlotTable.first_head`), and the few numbers that all heads of a layer share are combined over the processes here.
 """
 
 from __future__ import annotations
@@ -50,7 +49,12 @@ def head_share(model: Any) -> HeadShare | None:
     """
     mesh = getattr(model, "_device_mesh", None)
     if mesh is None:
-        _refuse_lone_config(model)
+        sharing = getattr(getattr(model, "distributed_config", None), "tp_size", None) or 1
+        if sharing > 1:
+            raise ValueError(
+                f"the config of a model that {sharing} processes share does not say which heads are here; "
+                "make the cache from the model: CompressedCache(model, ...)"
+            )
         return None
     if _size(mesh, "pp") > 1:
         raise ValueError(
@@ -69,8 +73,9 @@ def head_share(model: Any) -> HeadShare | None:
                 "or neither, or device_map"
             )
         return None
-    heads = _kv_heads(model.config)
-    if heads is not None and heads % parts:
+    text = model.config.get_text_config(decoder=True)
+    heads = getattr(text, "num_key_value_heads", None) or getattr(text, "num_attention_heads", None)
+    if isinstance(heads, int) and heads % parts:
         raise ValueError(
             f"{heads} KV heads of {model.config.model_type} cannot be divided among {parts} processes; "
             f"use tp_size={' or '.join(str(n) for n in range(2, heads + 1) if heads % n == 0) or 1}"
@@ -144,18 +149,3 @@ def _size(mesh: Any, dimension: str) -> int:
     """Processes along one dimension of a mesh; a mesh of one dimension without a name is that of tensor parallel."""
     names = mesh.mesh_dim_names or ("tp",)
     return int(mesh.size(names.index(dimension))) if dimension in names else 1
-
-
-def _kv_heads(config: Any) -> int | None:
-    config = config.get_text_config(decoder=True)
-    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
-    return heads if isinstance(heads, int) else None
-
-
-def _refuse_lone_config(config: Any) -> None:
-    parts = getattr(getattr(config, "distributed_config", None), "tp_size", None) or 1
-    if parts > 1:
-        raise ValueError(
-            f"the config of a model that {parts} processes share does not say which heads are here; "
-            "make the cache from the model: CompressedCache(model, ...)"
-        )

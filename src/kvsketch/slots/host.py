@@ -25,10 +25,13 @@ class HostStore:
     steps.
     """
 
-    def __init__(self, like: Sequence[Tensor], rows: int, capacity: int) -> None:
-        """An empty store for tokens whose keys and values consist of tensors like these, [B, H, tokens, n]."""
-        self.device, self.length, self.capacity = like[0].device, 0, capacity
-        require_host_memory(store_bytes(like, rows, capacity))
+    def __init__(self, like: Sequence[Tensor], rows: int, capacity: int, device: torch.device | None = None) -> None:
+        """An empty store for tokens whose keys and values consist of tensors like these, [B, H, tokens, n].
+
+        device: the one that reads it, else that of these tensors.
+        """
+        self.device, self.length, self.capacity = device or like[0].device, 0, capacity
+        require_host_memory(rows * capacity * sum(t.shape[1] * t.shape[3] * t.element_size() for t in like))
         self.parts = [self._allocate((rows, t.shape[1], capacity, t.shape[3]), t.dtype) for t in like]
         self._written: Any = None  # the event after copies that run beside the device's own work
 
@@ -56,9 +59,6 @@ class HostStore:
     def rows(self) -> int:
         """R, the texts that it holds."""
         return self.parts[0].shape[0]
-
-    def tensors(self) -> list[Tensor]:
-        return self.parts
 
     def write(self, start: int, tokens: Sequence[Tensor], aside: bool = False) -> None:
         """Copies tokens [R, H, n, D] to places [start, start + n); `aside`: beside the work of the current stream."""
@@ -98,15 +98,11 @@ class HostStore:
     def moved(self, rows: list[int], capacity: int) -> HostStore:
         """A store of its own with the named rows of this one, and room for `capacity` tokens."""
         self.synchronize()
-        other = HostStore.__new__(HostStore)
-        other.device, other.length, other.capacity, other._written = self.device, self.length, capacity, None
-        require_host_memory(store_bytes(self.parts, len(rows), capacity))
-        other.parts = []
-        for far in self.parts:
-            near = other._allocate((len(rows), far.shape[1], capacity, far.shape[3]), far.dtype)
+        other = HostStore(self.parts, len(rows), capacity, self.device)
+        other.length = self.length
+        for far, near in zip(self.parts, other.parts, strict=True):
             for to, row in enumerate(rows):
                 near[to, :, : self.length] = far[row, :, : self.length]
-            other.parts.append(near)
         return other
 
     def wait(self) -> None:
@@ -123,11 +119,6 @@ class HostStore:
 
     def __deepcopy__(self, memo: dict[int, Any]) -> HostStore:
         return self.moved(list(range(self.rows)), self.capacity)
-
-
-def store_bytes(like: Sequence[Tensor], rows: int, capacity: int) -> int:
-    """Bytes of a store for tokens like these."""
-    return rows * capacity * sum(t.shape[1] * t.shape[3] * t.element_size() for t in like)
 
 
 def require_host_memory(needed: int) -> None:

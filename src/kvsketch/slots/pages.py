@@ -71,13 +71,10 @@ def _on_the_host() -> Iterator[None]:
 class Planes(ABC):
     """What lies in a page."""
 
-    @functools.cached_property
+    @property
+    @abstractmethod
     def planes(self) -> dict[str, Plane]:
         """Shape and dtype of each plane, by name."""
-        return self._planes()
-
-    @abstractmethod
-    def _planes(self) -> dict[str, Plane]: ...
 
     @functools.cached_property
     def sizes(self) -> dict[str, int]:
@@ -107,7 +104,8 @@ class PageShape(Planes):
     slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
-    def _planes(self) -> dict[str, Plane]:
+    @functools.cached_property
+    def planes(self) -> dict[str, Plane]:
         """Vectors come first, places of exact ones next: that is what a page is cleared of."""
         heads = self.like.shape[1]
         each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
@@ -253,7 +251,8 @@ class RequestShape(Planes):
         """N; one slot takes what belongs nowhere."""
         return self.layers * self.like.shape[1] * (self.slots + self.room) + 1
 
-    def _planes(self) -> dict[str, Plane]:
+    @functools.cached_property
+    def planes(self) -> dict[str, Plane]:
         heads, size = self.like.shape[1], self.like.stores()[0].shape[3]
         each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
@@ -262,10 +261,8 @@ class RequestShape(Planes):
         each["start"] = each["kept"] = (self.layers, heads), torch.int64
         each["settled"] = (1,), torch.int64  # tokens of the request when it was last decided what stays
         if self.shares:
-            each["uses"] = (
-                (3,),
-                torch.int64,
-            )  # place of the document, its tokens before those here, positions to rotate by
+            # place of the document, its tokens before those here, positions to rotate by
+            each["uses"] = (3,), torch.int64
         return each
 
     def of(self, pool: Tensor) -> Parts:  # [P, ...]

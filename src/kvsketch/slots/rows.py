@@ -140,10 +140,6 @@ class Rows(ABC):
         for numbers in (self.padding, self.prompts):
             numbers.sub_(count).clamp_min_(0)
 
-    def count_to(self, seen: int) -> None:
-        """Sets the host's count of tokens, after steps of tables that share the tensors."""
-        count_to(self.tables, seen)
-
     def release(self) -> None:
         """Gives the memory back."""
         self.tables = []
@@ -166,6 +162,7 @@ class Rows(ABC):
 
 
 def count_to(tables: Sequence[BoundedTable], seen: int) -> None:
+    """Sets the host's count of tokens, also after steps of tables that share the tensors."""
     for table in tables:
         table.seen = seen
 
@@ -451,6 +448,10 @@ def alike(singles: Sequence[BoundedTable]) -> list[list[int]]:
 def slots_within(singles: Sequence[BoundedTable], rows: int, room: int, memory: int) -> int:
     """Slots of stores that take `memory` bytes together with what `rows` rows have beside them."""
     slot = sum(part[:1].nbytes for single in singles for part in slot_parts(single).values()) / len(singles)
-    beside = sum(part[:1].nbytes for single in singles for part in row_parts(single).values())
-    beside += sum(t.nbytes for single in singles for _, t in single.state.for_rows(1, room).named(ROW))
-    return int((memory - rows * beside) / slot)
+    states = sum(t.nbytes for single in singles for _, t in single.state.for_rows(1, room).named(ROW))
+    return int((memory - rows * (bytes_of_row(singles) + states)) / slot)
+
+
+def bytes_of_row(singles: Sequence[BoundedTable]) -> int:
+    """Bytes that a row has beside its slots and its state, and as many again for its document."""
+    return sum(part[:1].nbytes for single in singles for part in row_parts(single).values())

@@ -70,15 +70,14 @@ def head_places(singles: Sequence[BoundedTable], start: int, more: int = 0) -> P
 
 def table_of(like: BoundedTable, parts: Parts, state: TableState | None = None, **others: Any) -> BoundedTable:
     """A table like another with these parts, and other fields."""
-    held = {name: _slots(getattr(like, name), name, parts) for name in ("keys", "values")}
+    held = {}
+    for name in ("keys", "values"):
+        slots: Slots = getattr(like, name)
+        held[name] = slots.with_parts({part: parts[name + part] for part in slots.slot_parts() | slots.head_parts()})
     own = {name: parts.get(name) for name in ("index", "log_den", "log_num", "next_slot")}
     states = {name.removeprefix(STATE): part for name, part in parts.items() if name.startswith(STATE)}
     fields: dict[str, Any] = {"doubts": [], **held, **own, **others}
     return replace(like, state=replace(state or like.state, **states), **fields)
-
-
-def _slots(like: Slots, name: str, parts: Parts) -> Slots:
-    return like.with_parts({part: parts[name + part] for part in like.slot_parts() | like.head_parts()})
 
 
 def kind_of(table: BoundedTable) -> list[object]:
@@ -276,7 +275,10 @@ class Ragged:
     def first_table(self, layer: int, count: int, **others: Any) -> BoundedTable:
         """A table of the first entries, whose capacities are among `own`; `arrange` writes what it reads."""
         if count not in self.held_lists:
-            self.held_lists[count] = self._empty_lists(count)
+            layers, heads = len(self.like), count * self.own["start"].shape[2]
+            shapes = (layers, most_of_list(heads, self.readers.resident), 5), (layers, heads + 1)
+            work, first = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
+            self.held_lists[count] = work, first
         own = {name: part[:, :count] for name, part in self.own.items()}
         lists = [part[layer] for part in self.held_lists[count]]
         layout = self.layout(own["start"][layer], own["capacity"][layer], lists=lists)
@@ -293,13 +295,6 @@ class Ragged:
             for table in tables:
                 assert table.layout is not None
                 table.layout.most = table.length = max(1, int(table.layout.capacity.max()))
-
-    def _empty_lists(self, rows: int) -> tuple[Tensor, Tensor]:
-        """Memory for the work lists of all layers and `rows` rows."""
-        layers, heads = len(self.like), rows * self.own["start"].shape[2]
-        shapes = (layers, most_of_list(heads, self.readers.resident), 5), (layers, heads + 1)
-        work, first = (torch.zeros(shape, dtype=torch.int32, device=self.device) for shape in shapes)
-        return work, first
 
     def lists(self, capacity: Tensor, most: int | None = None) -> tuple[Tensor, Tensor]:
         """The work lists of all layers for capacities [L, B, H]."""

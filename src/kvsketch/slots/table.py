@@ -97,8 +97,8 @@ def _nothing() -> Slots:
 
 
 @dataclass
-class Contents(Place):
-    """The slots of one layer, and what others read of them. Only this room assigns its fields."""
+class SlotTable(Place):
+    """The slots of one layer, in either state. Only this room assigns its fields."""
 
     # what is stored
     keys: Slots = field(default_factory=_nothing)  # [B, H, capacity, D]
@@ -130,9 +130,12 @@ class Contents(Place):
     previous: SlotTable | None = field(default=None, repr=False, compare=False)  # that of the layer before
     row_lse: Tensor | None = field(default=None, repr=False, compare=False)  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = field(default=None, repr=False, compare=False)  # of a single query
-    waits: bool | None = field(default=None, repr=False, compare=False)  # whether `advance` waits; None: it never does
+    # Tables of this step that wait until all of them can advance together; None: `advance` does not wait.
+    advancing: list[BoundedTable] | None = field(default=None, repr=False, compare=False)
     rounding: Tensor | None = field(default=None, repr=False, compare=False)  # what few bits cost, for their choice
 
+    bounded_kind: ClassVar[type[BoundedTable]]
+    exact_kind: ClassVar[type[ExactTable]]
     exact: ClassVar[bool]  # True while every token is stored and none is weighted
     can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
 
@@ -267,7 +270,7 @@ class Contents(Place):
 
     def host_tensors(self) -> list[Tensor]:
         """Every tensor in host memory."""
-        return [] if self.host is None else self.host.tensors()
+        return [] if self.host is None else self.host.parts
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
@@ -278,12 +281,7 @@ class Contents(Place):
         # A bounded table keeps one slot free for a single token to come.
         self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
 
-
-class SlotTable(Contents):
-    """The verbs of a table in either state."""
-
-    bounded_kind: ClassVar[type[BoundedTable]]
-    exact_kind: ClassVar[type[ExactTable]]
+    # its state
 
     @property
     def bounded(self) -> BoundedTable:
@@ -530,16 +528,37 @@ class SlotTable(Contents):
 
     def select_rows(self, rows: Tensor) -> None:
         """Reorders, repeats or drops batch rows (beam search)."""
+        layout = self.layout
+        self.unpack()
         self.keys, self.values = self.keys.rows(rows), self.values.rows(rows)
-        for name in ("padding", "capacity"):
-            if (held := getattr(self, name)) is not None:
+        for name in ("padding", "capacity", "index", "log_num", "log_den", "next_slot"):
+            if (held := getattr(self, name, None)) is not None:
                 setattr(self, name, held.index_select(0, rows.to(held.device)))
         self.state.select_rows(rows)
         self.hot.select_rows(rows)
+        if layout is not None:
+            self.bounded.pack(layout.capacity.index_select(0, rows.to(self.device)))
 
-    def remove_newest(self, count: int) -> None:
-        """Takes away the slots of the last `count` tokens of the current forward (`roll_back`)."""
+    def drop_newest(self, count: int) -> None:
+        """Forgets the last `count` tokens of the current forward, before they were compressed."""
+        if count:
+            self._remove_newest(count)
+            self._count_dropped(count)
+
+    def drop_in_order(self, count: int) -> None:
+        """Forgets the last `count` tokens of a table that holds every token in the slot of its number."""
+        self.drop_newest(count)
+
+    def _remove_newest(self, count: int) -> None:
+        """Takes away the slots of the last `count` tokens of the current forward."""
         raise NotImplementedError
+
+    def _count_dropped(self, count: int) -> None:
+        self.seen -= count
+        self.settled = min(self.settled, self.seen)
+        self.new_tokens = max(self.new_tokens - count, 0)
+        if self.padding is not None:
+            self.padding = self.padding.clamp_max(self.seen)
 
 
 class ExactTable(SlotTable):
@@ -561,7 +580,7 @@ class ExactTable(SlotTable):
         self.length = needed
         self.state.move_slots(lambda state: filled(state, max(0, needed - state.shape[2])))
 
-    def remove_newest(self, count: int) -> None:
+    def _remove_newest(self, count: int) -> None:
         self.length -= count
         self.state.move_slots(lambda state: state[:, :, : self.length])
 
@@ -715,14 +734,15 @@ class BoundedTable(SlotTable):
     # in place
 
     def advance(self) -> None:
-        if self.waits is None:
-            _advance([self])
+        if self.advancing is None:
+            advance_together([self])
         else:
-            self.waits = True
+            self.advancing.append(self)
 
     def newest_slot(self) -> Tensor:  # [B, H, 1] int64
         """Where the token just taken lies, in a table that is written in order."""
-        return self.next_slot if self.waits else self.next_slot - 1
+        waits = any(table is self for table in self.advancing or ())
+        return self.next_slot if waits else self.next_slot - 1
 
     def free(self, victim: Tensor) -> None:
         """Empties the slots `victim` [B, H, 1] in place; the next token is written there."""
@@ -761,19 +781,27 @@ class BoundedTable(SlotTable):
         for held, weights in both:
             held.scatter_(2, slots, weights.masked_fill(drop, NEG_INF))
 
-    # rows and roll back
+    # roll back
 
-    def select_rows(self, rows: Tensor) -> None:
-        near, layout = rows.to(self.device), self.layout
-        self.unpack()
-        super().select_rows(rows)
-        for name in ("index", "log_num", "log_den", "next_slot"):
-            if (held := getattr(self, name)) is not None:
-                setattr(self, name, held.index_select(0, near))
-        if layout is not None:
-            self.pack(layout.capacity.index_select(0, near))
+    def drop_in_order(self, count: int) -> None:
+        left = self.seen - count
+        self.index[:, :, left:], self.log_den[:, :, left:] = -1, NEG_INF
+        self.next_slot.fill_(left)
+        self._count_dropped(count)
 
-    def remove_newest(self, count: int) -> None:
+    def drop_last(self, count: int) -> None:
+        """Forgets the last `count` tokens of a packed table, which lie one after the other before `next_slot`."""
+        assert self.layout is not None and self.log_num is None
+        at = self.layout.at(self.next_slot - 1 - torch.arange(count, device=self.device))
+        self.index[at], self.log_den[at] = -1, NEG_INF
+        self.next_slot -= count
+        self._count_dropped(count)
+
+    def _count_dropped(self, count: int) -> None:
+        super()._count_dropped(count)
+        self.clock -= count
+
+    def _remove_newest(self, count: int) -> None:
         assert count <= self.new_tokens
         if self.in_place:
             self.free(self.next_slot)
@@ -790,14 +818,19 @@ SlotTable.exact_kind, SlotTable.bounded_kind = ExactTable, BoundedTable
 
 
 def require_finite(tables: Sequence[SlotTable]) -> None:
-    """Raises ValueError that names the first vector that could not be coded since the last call (asks the device)."""
+    """Raises NotFinite that names the first vector that could not be coded since the last call (asks the device)."""
     doubts = [doubt for table in tables for doubt in table.doubts]
     for table in tables:
         table.doubts.clear()
-    codes.require_finite(doubts)
+    if not doubts:
+        return
+    here = doubts[0].worst.device
+    is_bad = torch.stack([doubt.worst.to(here) for doubt in doubts]).isnan().tolist()
+    if any(is_bad):
+        raise doubts[is_bad.index(True)].error()
 
 
-def _advance(tables: Sequence[BoundedTable]) -> None:
+def advance_together(tables: Sequence[BoundedTable]) -> None:
     """`BoundedTable.advance` of tables of one cache, in as many launches as for one."""
     slots = [table.next_slot for table in tables]
     torch._foreach_add_(slots, 1)
@@ -808,29 +841,3 @@ def _advance(tables: Sequence[BoundedTable]) -> None:
         torch._foreach_clamp_max_(slots, torch._foreach_sub(capacities, 1))
     else:
         torch._foreach_clamp_max_(slots, [table.length - 1 for table in tables])
-
-
-class Together:
-    """The tables of one decode step: from `begin` to `end` those that advance wait for each other."""
-
-    def __init__(self, tables: Sequence[SlotTable]) -> None:
-        self.tables = tables
-
-    def begin(self) -> None:
-        for table in self.tables:
-            table.waits = False
-
-    @property
-    def complete(self) -> bool:
-        """Whether all of them wait."""
-        return all(table.waits for table in self.tables)
-
-    def advance(self) -> None:
-        waiting = [table.bounded for table in self.tables if table.waits]
-        if waiting:
-            _advance(waiting)
-            self.begin()
-
-    def end(self) -> None:
-        for table in self.tables:
-            table.waits = None

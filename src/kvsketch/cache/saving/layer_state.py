@@ -129,7 +129,8 @@ class LayerReader:
             raise ValueError("a table has keys without values")
         for name in ("keys", "values"):
             values[name] = PlainSlots(values[name]) if isinstance(values[name], Tensor) else values[name] or new.keys
-        values["layout"] = self._layout(saved["layout"], coded=bool(new.bits))
+        capacity = None if saved["layout"] is None else self._tensor(saved["layout"]["layout"]).to(self._device)
+        values["layout"] = None if capacity is None else Layout.of(capacity, bool(new.bits))
         values |= {"state": self._state(method.State, saved["state"]), "hot": self._state(HotSet, saved["hot"])}
         own = {name: values.pop(name) for name in BOUNDED}
         exact = {own[name] is None for name in BOUNDED if name != "log_num"}
@@ -171,10 +172,6 @@ class LayerReader:
         store = HostStore(near, far[0].shape[0], capacity)
         store.write(0, far)
         return store
-
-    def _layout(self, saved: dict[str, str] | None, coded: bool) -> Layout | None:
-        """Where heads of different sizes lie; pieces of work follow from the sizes, the device and the bits."""
-        return None if saved is None else Layout.of(self._tensor(saved["layout"]).to(self._device), coded)
 
     def _codes(self, saved: dict[str, Any]) -> SlotCodes:
         """Keys or values in few bits."""

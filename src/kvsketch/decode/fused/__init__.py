@@ -170,8 +170,11 @@ def _plain_linears(layers: Sequence[Any]) -> bool:
 
 def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
     kernel = ops.kernel_for("decoder_layer", x.device)
-    gated = hasattr(self, "gate_proj") and _is_silu(getattr(self, "act_fn", None))
-    if kernel is None or x.shape[-2] != 1 or not gated:
+    activation: Any = getattr(self, "act_fn", None)
+    if kernel is None or x.shape[-2] != 1 or not hasattr(self, "gate_proj"):
+        return None
+    # The module itself: the config may not tell the truth.
+    if type(activation) not in SILU or not _untouched([activation]):
         return None
     gate, up, down = self.gate_proj, self.up_proj, self.down_proj
     plain = _plain_linears((gate, up, down))
@@ -181,11 +184,6 @@ def _mlp(self: Any, x: Tensor, residual: Tensor | None = None) -> Tensor | None:
         return down(hidden)
     thin = _thin_kernel(hidden, down.weight) if plain and residual.is_contiguous() else None
     return residual + down(hidden) if thin is None else thin.linear_onto(residual, hidden, down.weight, down.bias)
-
-
-def _is_silu(activation: Any) -> bool:
-    """Whether the activation module of an MLP is the plain SiLU; the config may not tell the truth."""
-    return type(activation) in SILU and _untouched([activation])
 
 
 def _rotary(
