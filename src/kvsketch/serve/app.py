@@ -31,7 +31,7 @@ from starlette.routing import Route
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
 from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
-from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm, Whole
+from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import (
     ApiError,
@@ -328,11 +328,11 @@ class Routes:
         if asked.stream:
             events = self._events(request, answer, form, gone)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        texts = [Whole(choice) for choice in answer.choices]
+        texts: list[list[Piece]] = [[] for _ in answer.choices]
         try:
             async for piece in _pieces(answer):
                 if piece is not None:
-                    texts[piece.choice.index].put(piece)
+                    texts[piece.choice.index].append(piece)
             return Response(form.whole(answer, texts), media_type="application/json")
         except ApiError:
             if gone.done():
