@@ -112,7 +112,6 @@ def create_app(
             Exception: _failed,
         },
     )
-    app.state.service = service
     gate = Gate(app, service, api_key, largest_body, cors)
     if not cors:
         return gate
@@ -132,19 +131,21 @@ def require_origins(cors: Sequence[str], api_key: str | None) -> None:
         if origin != "*" and (parts.scheme not in ("http", "https") or not parts.hostname or origin != whole):
             raise ValueError(f"--cors {origin!r} is no origin; use https://host or https://host:port, without a path")
 
+def _told(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[NOTE] = error.message
-    return JSONResponse(error.body(), error.status, error.headers)
+    return _told(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-    return JSONResponse(
-        ApiError(error.status_code, told.get(error.status_code, error.detail)).body(), error.status_code
-    )
+    known = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    return _told(ApiError(error.status_code, known.get(error.status_code, error.detail)))
 
 
 async def _gone(_: Request, error: Exception) -> Response:
@@ -157,23 +158,19 @@ async def _os_error(_: Request, error: Exception) -> Response:
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         raise error
     log.error("the disk is full: %s", error)
-    told = ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full")
-    return JSONResponse(told.body(), 507)
+    return _told(ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full"))
 
 
 async def _failed(_: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}", "internal_error").body(), 500)
+    return _told(ApiError(500, f"{type(error).__name__}: {error}", "internal_error"))
 
 
 class Gate:
     """In front of all routes: request ids, the log, the key, where requests come from, the size of bodies."""
 
-    def __init__(
-        self, app: Any, service: Service, key: str | None, largest_body: int, origins: Sequence[str] = ()
-    ) -> None:
-        self.app, self.service, self.key, self.largest = app, service, key, largest_body
-        self.origins = frozenset(origins)
+    def __init__(self, app: Any, service: Service, key: str | None, largest_body: int, origins: Sequence[str]) -> None:
+        self.app, self.service, self.key, self.largest, self.origins = app, service, key, largest_body, origins
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
