@@ -30,7 +30,7 @@ from starlette.routing import Route
 
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
-from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
+from kvsketch.serve.files import SENT, Stopped, TooLarge, is_pdf, text_of
 from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import (
@@ -86,7 +86,6 @@ def create_app(
     *,
     api_key: str | None = None,
     largest_body: int = LARGEST_BODY,
-    pdf: Limits = SENT,
     cors: Sequence[str] = (),
 ) -> Any:
     """The ASGI application around a service; it closes the service when it is shut down.
@@ -100,7 +99,7 @@ def create_app(
         yield
         await run_in_threadpool(service.close)
 
-    routes = Routes(service, largest_body, pdf)
+    routes = Routes(service, largest_body)
     app = Starlette(
         lifespan=lifespan,
         routes=routes.all(),
@@ -279,8 +278,8 @@ def _too_large(most: int) -> ApiError:
 
 
 class Routes:
-    def __init__(self, service: Service, largest_body: int, pdf: Limits) -> None:
-        self.service, self.largest, self.pdf = service, largest_body, pdf
+    def __init__(self, service: Service, largest_body: int) -> None:
+        self.service, self.largest = service, largest_body
         self._turn = asyncio.Semaphore(MOST_OPENED)
 
     def all(self) -> list[Route]:
@@ -410,7 +409,7 @@ class Routes:
 
         try:
             async with self._turn if is_pdf(data) else contextlib.nullcontext():
-                return await run_in_threadpool(text_of, data, name, self.pdf, wanted)
+                return await run_in_threadpool(text_of, data, name, SENT, wanted)
         except TooLarge as error:
             raise ApiError(413, str(error), "document_too_large", "file") from None
         except (ValueError, ImportError) as error:

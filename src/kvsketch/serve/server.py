@@ -23,7 +23,6 @@ from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
-from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.sample_text import SAMPLE_TEXT
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
@@ -151,14 +150,13 @@ class Server:
         api_key: str | None = None,
         largest_body: int = LARGEST_BODY,
         drain: int = 60,
-        pdf: Limits = SENT,
         patience: Patience | None = None,
         cors: Sequence[str] = (),
         bound: socket.socket | None = None,
     ) -> None:
         """`bound`: that of `bind(host, port)`, for those who tried the address first."""
         self.service = service
-        app = create_app(service, api_key=api_key, largest_body=largest_body, pdf=pdf, cors=cors)
+        app = create_app(service, api_key=api_key, largest_body=largest_body, cors=cors)
         # A connection that became a WebSocket would leave the limits behind.
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on", ws="none",
