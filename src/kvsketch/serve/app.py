@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
@@ -363,7 +363,7 @@ class Routes:
 
     async def documents(self, request: Request) -> Response:
         result = await run_in_threadpool(self.service.documents.documents)
-        return JSONResponse({"object": "list", "data": [each.public() for each in result]})
+        return JSONResponse({"object": "list", "data": [asdict(each) for each in result]})
 
     async def add_document(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -385,7 +385,7 @@ class Routes:
             raise ApiError(400, str(error), "invalid_document", "text") from None
         except Full as error:
             raise ApiError(429, str(error), "queue_full", retry_after=30) from None
-        return JSONResponse(document.public(), 202 if document.status != "ready" else 200)
+        return JSONResponse(asdict(document), 202 if document.status != "ready" else 200)
 
     async def _uploaded(self, request: Request) -> DocumentSent:
         try:
@@ -423,7 +423,7 @@ class Routes:
 
     async def document(self, request: Request) -> Response:
         document = await self._of_document(request, self.service.documents.get)
-        return JSONResponse(document.public())
+        return JSONResponse(asdict(document))
 
     async def delete_document(self, request: Request) -> Response:
         number = request.path_params["id"]
