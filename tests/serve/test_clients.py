@@ -263,7 +263,7 @@ def test_the_items_of_a_response_stand_in_the_order_in_which_they_came() -> None
     """A text, two calls and a text: a small model writes no such answer when it is asked to."""
     asked = ChatAsked.model_validate({"model": "tiny", "messages": ASK})
     request = Request((1, 2, 3), 9)
-    answer = Answer([Choice(0, Ticket(request), GrowingText(None))], 1, "tiny", "resp_1", 7, asked)
+    answer = Answer(asked, [Choice(0, Ticket(request), GrowingText(None))], "resp_1", 7)
     choice, calls = answer.choices[0], [Call("f", '{"a": 1}', 0), Call("g", "{}", 1)]
     pieces = [
         Piece(choice, "One"), Piece(choice, " two.", calls=calls[:1]), Piece(choice, "\n", calls=calls[1:]),

@@ -130,9 +130,9 @@ def require_origins(cors: Sequence[str], api_key: str | None) -> None:
         if origin != "*" and (parts.scheme not in ("http", "https") or not parts.hostname or origin != whole):
             raise ValueError(f"--cors {origin!r} is no origin; use https://host or https://host:port, without a path")
 
+
 def _told(error: ApiError) -> Response:
     return JSONResponse(error.body(), error.status, error.headers)
-
 
 
 async def _refused(request: Request, error: Exception) -> Response:

@@ -53,6 +53,7 @@ from kvsketch.serve.requests import Full, not_finite
 ID = re.compile(r"doc-[0-9a-f]{24}")
 WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+)")
 MOST_WAITING = 64  # documents
+MOST_BYTES = 4 * 10**9  # of caches that are at hand
 LOOK_AGAIN = 1.0  # seconds until a document that another process reads is looked at again
 FACTS = ("id", "name", "created_at", "model", "method", "tokens", "characters")  # in document.json
 HELD_FACTS = (
@@ -144,7 +145,7 @@ class DocumentStore:
         *,
         name: str = "",
         most_tokens: int | None = None,
-        most_bytes: int = 4 * 10**9,
+        most_bytes: int = MOST_BYTES,
         prefill: str = "exact",
         chunk: int = CHUNK,
         whole_below: int = 0,

@@ -61,6 +61,10 @@ def _own_usage(answer: Answer) -> dict[str, Any]:
     return result | {"kvsketch": {"prefill_tokens": read, "repeated_tokens": repeated, "cache_bytes": held}}
 
 
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.asked.model}
+
+
 class ChatForm:
     """Chat completions."""
 
@@ -75,10 +79,8 @@ class ChatForm:
             }
             for each in map(joined, texts)
         ]  # fmt: skip
-        return _json(ChatCompletion.model_validate({
-            "id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model,
-            "choices": choices, "usage": usage(answer),
-        }))  # fmt: skip
+        head = _head(answer, "chat.completion")
+        return _json(ChatCompletion.model_validate({**head, "choices": choices, "usage": usage(answer)}))
 
     def opening(self, answer: Answer) -> list[str]:
         delta = {"role": "assistant", "content": ""}
@@ -111,10 +113,8 @@ class ChatForm:
         return {"token": token_text(self.tokenizer, token), "logprob": logprob, "bytes": data and list(data)}
 
     def _chunk(self, answer: Answer, choices: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        return _event(ChatCompletionChunk.model_validate({
-            "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,
-            "choices": choices, **more,
-        }))  # fmt: skip
+        head = _head(answer, "chat.completion.chunk")
+        return _event(ChatCompletionChunk.model_validate({**head, "choices": choices, **more}))
 
 
 def _message(whole: Piece) -> dict[str, Any]:
@@ -172,9 +172,7 @@ class CompletionForm:
 
     def _completion(self, answer: Answer, choices: Sequence[Mapping[str, Any]], **more: Any) -> Any:
         # A chunk has no reason yet, which the type of whole completions does not know.
-        return Completion.model_construct(
-            id=answer.id, object="text_completion", created=answer.created, model=answer.model, choices=choices, **more
-        )
+        return Completion.model_construct(**_head(answer, "text_completion"), choices=choices, **more)
 
 
 class ResponseForm:
@@ -267,7 +265,7 @@ class ResponseForm:
     def _response(self, answer: Answer, reason: Any = None) -> Response:
         why = {"reason": "max_output_tokens"} if reason == "length" else None
         return Response.model_validate({
-            "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.model,
+            "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.asked.model,
             "status": _status(reason), "error": None, "incomplete_details": why, **_tools(answer.asked),
             "output": [] if reason is None else self._items,
             "usage": None if reason is None else _response_usage(answer),

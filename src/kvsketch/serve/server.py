@@ -22,6 +22,7 @@ from kvsketch.methods import Method
 from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
+from kvsketch.serve.documents import MOST_BYTES, DocumentStore
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.sample_text import SAMPLE_TEXT
@@ -67,10 +68,11 @@ def start_service(
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
     chats = memory or _quarter(model)
     engine = BatchedEngine(model, parsed, documents=True, chat_bytes=chats, **options, **reading)
-    return Service(
-        model, tokenizer, name, parsed, engine, folder=folder, memory=memory, whole_below=whole_below,
-        answer_seconds=answer_seconds, span_shares=span_shares, **reading,
+    documents = DocumentStore(
+        folder or models.home() / "documents", model, tokenizer, parsed, name=name, most_tokens=longest,
+        most_bytes=memory or MOST_BYTES, whole_below=whole_below, **reading,
     )  # fmt: skip
+    return Service(engine, documents, longest, answer_seconds=answer_seconds, span_shares=span_shares)
 
 
 def application(
@@ -167,17 +169,15 @@ class Server:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     def run(self) -> None:
-        """Serves until a signal; running answers are finished first."""
-        self._log()
-        self._server.run(sockets=[self._socket])
-
-    def _log(self) -> None:
-        """Requests and what goes wrong, a line each, to standard error."""
+        """Serves until a signal; running answers are finished first. Requests and what goes wrong are told on standard
+        error, a line each.
+        """
         log, handler = logging.getLogger("kvsketch.serve"), logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         log.setLevel(logging.INFO)
         log.addHandler(handler)
         log.propagate = False
+        self._server.run(sockets=[self._socket])
 
 
 def _usual_patience(service: Service) -> Patience:
