@@ -100,10 +100,10 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def identity_of(gguf: Path) -> str:
+def identity_of(file: Path) -> str:
     """A key for a user's file from path, size and time: hashing the data would take many seconds at every start."""
-    stat = gguf.stat()
-    return hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
+    stat = file.stat()
+    return hashlib.sha256(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
