@@ -9,19 +9,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from kvsketch.models.files import (
-    HOME_VARIABLE,
-    FetchError,
-    home,
-    let_read,
-    locked,
-    place,
-    read_json,
-    remove,
-    say,
-    work_folder,
-    write_json,
-)
+from kvsketch.models import files
+from kvsketch.models.files import HOME_VARIABLE, FetchError
 from kvsketch.models.gguf_header import Scalar, read_metadata
 
 if TYPE_CHECKING:
@@ -40,13 +29,13 @@ SPECIAL_TOKENS = {
 
 def conversion_path(name: str) -> Path:
     """The path of the converted copy of a model, converted or not."""
-    return home() / "converted" / name
+    return files.home() / "converted" / name
 
 
 def converted_folder(name: str, source: str) -> Path | None:
     """The folder of an earlier conversion of `source` (a hash), or None when there is none that is whole."""
     folder = conversion_path(name)
-    record = read_json(folder / RECORD)
+    record = files.read_json(folder / RECORD)
     if record.get("source") != source or record.get("conversion") != CONVERSION:
         return None
     if record.get("files") != _file_sizes(folder):
@@ -66,23 +55,23 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
     if done is not None:
         return done
     folder = conversion_path(name)
-    with locked(folder):
+    with files.locked(folder):
         done = converted_folder(name, source)
         if done is not None:
             return done
-        remove(folder.with_name(name + ".work"))
-        work = work_folder(folder.with_name(name + ".work"))
+        files.remove(folder.with_name(name + ".work"))
+        work = files.work_folder(folder.with_name(name + ".work"))
         if progress:
-            say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
+            files.say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
         new = work / "new"
         with quiet_transformers():
             _write_converted(gguf, new)
         record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(new)}
-        write_json(new / RECORD, record)
-        let_read(new, folder.parent)
-        remove(folder)
-        place(new, folder)
-        remove(work)
+        files.write_json(new / RECORD, record)
+        files.let_read(new, folder.parent)
+        files.remove(folder)
+        files.place(new, folder)
+        files.remove(work)
     return folder
 
 
