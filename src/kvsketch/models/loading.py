@@ -209,8 +209,7 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if isinstance(dtype, str) and dtype in DTYPES:
-        named: torch.dtype = getattr(torch, dtype)
-        return named
+        return getattr(torch, dtype)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     raise ValueError(f"unknown dtype {dtype!r}; use one of: {', '.join(DTYPES)}")

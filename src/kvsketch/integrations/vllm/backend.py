@@ -148,8 +148,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     @staticmethod
     def _ends(common: CommonAttentionMetadata) -> list[int]:
         known = common.seq_lens_cpu_upper_bound
-        ends: list[int] = (common.seq_lens if known is None else known)[: common.num_reqs].tolist()
-        return ends
+        return (common.seq_lens if known is None else known)[: common.num_reqs].tolist()
 
     def _requests(self, common: CommonAttentionMetadata, lengths: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
         """`pages` and `seen` of a step; `last`: the pages of the one before."""
