@@ -7,14 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from kvsketch.models import files
 from kvsketch.models.files import HOME_VARIABLE, FetchError
 from kvsketch.models.gguf_header import Scalar, read_metadata
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RECORD = "kvsketch.json"
 # Part of every record: raise it when the conversion changes, and old copies are made again.
@@ -160,24 +157,18 @@ def refuse_unigram(tokenizer: Any, metadata: dict[str, Scalar]) -> None:
         )
 
 
-def restore_special_tokens(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Scalar]) -> None:
+def restore_special_tokens(tokenizer: Any, metadata: dict[str, Scalar]) -> None:
     """Give the tokenizer the special tokens that the file names, and the leading bos token if the file asks for it.
 
     transformers takes a wrong eos token from some files, and never adds bos; Gemma writes garbage without it.
     """
+    from tokenizers import processors
+
     for attribute, key in SPECIAL_TOKENS.items():
         if key in metadata:
             setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(int(metadata[key])))
-    if metadata.get("tokenizer.ggml.add_bos_token") and tokenizer.bos_token_id is not None:
-        _prepend_bos(tokenizer)
-
-
-def _prepend_bos(tokenizer: Any) -> None:
-    from tokenizers import processors
-
-    bos = tokenizer.bos_token
-    if tokenizer("a").input_ids[0] == tokenizer.bos_token_id:
-        return
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_token_id)]
-    )
+    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if metadata.get("tokenizer.ggml.add_bos_token") and number is not None and tokenizer("a").input_ids[0] != number:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, number)]
+        )
