@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 import uvicorn
-from torch import Tensor
 
 from kvsketch import models
 from kvsketch.cache.memory import in_tokens
@@ -56,7 +55,11 @@ def start_service(
     `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     """
     asked = in_tokens(method, model)
-    parsed = asked if rows == 1 or alone(model, asked) else with_bits(model, asked, _sample(tokenizer, asked))
+    parsed = asked
+    if rows != 1 and not alone(model, asked):
+        # The tokens that choose the bits of all rows, where the method chooses any.
+        sample = tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"] if asked.stored_bits.auto else None
+        parsed = with_bits(model, asked, sample)
     longest = longest_context(model, parsed, memory)
     fitting, held = rows, None
     if rows is None or (rows > 1 and parsed.ragged and memory is not None):
@@ -104,11 +107,6 @@ def model_name(spec: str) -> str:
     if not path.exists():
         return spec
     return path.stem if path.is_file() else path.resolve().name
-
-
-def _sample(tokenizer: Any, method: Method) -> Tensor | None:  # [1, n]
-    """The tokens that choose the bits of all rows; None where the method chooses none."""
-    return tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"] if method.stored_bits.auto else None
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:
