@@ -34,7 +34,7 @@ from typing import Any, Literal, get_type_hints
 
 import psutil
 from filelock import FileLock, Timeout
-from pydantic import ConfigDict, TypeAdapter, ValidationError
+from pydantic import ConfigDict, TypeAdapter
 
 from kvsketch.cache import interrupted
 from kvsketch.cache.compressed import CompressedCache
@@ -126,8 +126,10 @@ def _facts(content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
     """The facts of a file that are of their kinds, so that they can be written into an answer."""
     result = {}
     for name in names:
-        with contextlib.suppress(KeyError, ValidationError):
-            result[name] = KINDS[name].validate_python(content[name])
+        with contextlib.suppress(KeyError, ValueError):
+            fact = KINDS[name].validate_python(content[name])
+            str(fact).encode()  # half of a surrogate pair is no text
+            result[name] = fact
     return result
 
 
