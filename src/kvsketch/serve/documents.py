@@ -55,16 +55,9 @@ WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+
 MOST_WAITING = 64  # documents
 MOST_BYTES = 4 * 10**9  # of caches that are at hand
 LOOK_AGAIN = 1.0  # seconds until a document that another process reads is looked at again
-FACTS = ("id", "name", "created_at", "model", "method", "tokens", "characters")  # in document.json
-HELD_FACTS = (
-    "seconds",
-    "tokens_stored",
-    "device_bytes",
-    "host_bytes",
-    "full_bytes",
-    "slots",
-    "promise",
-)  # of held.json
+# The fields of a Document that lie in document.json, and in held.json.
+FACTS = ("id", "name", "created_at", "model", "method", "tokens", "characters")
+HELD_FACTS = ("seconds", "tokens_stored", "device_bytes", "host_bytes", "full_bytes", "slots", "promise")
 Status = Literal["waiting", "reading", "ready", "failed", "other_model"]
 log = logging.getLogger("kvsketch.serve")
 
