@@ -59,13 +59,11 @@ def installed() -> dict[str, Measured]:
 
 def speeds() -> dict[str, float]:
     """Bytes of weights and cache that a decode step of a large batch reads in a second on an H200, by method."""
-    result: dict[str, float] = _file()["bytes_per_s"]
-    return result
+    return _file()["bytes_per_s"]
 
 
 def _file() -> dict[str, Any]:
-    result: dict[str, Any] = json.loads((resources.files("kvsketch") / FILE).read_text(encoding="utf-8"))
-    return result
+    return json.loads((resources.files("kvsketch") / FILE).read_text(encoding="utf-8"))
 
 
 def _measured(methods: dict[str, list[dict[str, Any]]], **fields: Any) -> Measured:

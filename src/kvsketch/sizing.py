@@ -112,21 +112,19 @@ def plans(config: Any, methods: Sequence[str], demand: Demand, gpu: Gpu, speeds:
     weights = weight_bytes(config)
     own = sizes_of(config, demand.context - demand.document)
     shared = sizes_of(config, demand.document) if demand.document else None
-    return [_plan(own.in_tokens(parse_method(text)), own, shared, weights, demand, gpu, speeds) for text in methods]
-
-
-def _plan(
-    method: Method, own: Sizes, shared: Sizes | None, weights: int, demand: Demand, gpu: Gpu, speeds: dict[str, float]
-) -> Plan:
-    document = 0 if shared is None else _bytes(shared, method, 0)
-    user = _bytes(own, method, None)
-    free = gpu.memory * (1 - RESERVE) - weights - document
-    fit = max(0, int(free // user))
-    known, rate = speeds.get(_name(method)), None
-    if known is not None and gpu.bandwidth is not None and fit >= demand.users:
-        read = weights + demand.users * (user + document)
-        rate = demand.users * known * gpu.bandwidth / H200 / read
-    return Plan(str(method), weights, user, document, weights + document + demand.users * user, fit, rate)
+    result = []
+    for method in (own.in_tokens(parse_method(text)) for text in methods):
+        document = 0 if shared is None else _bytes(shared, method, 0)
+        user = _bytes(own, method, None)
+        free = gpu.memory * (1 - RESERVE) - weights - document
+        fit = max(0, int(free // user))
+        known, rate = speeds.get(_name(method)), None
+        if known is not None and gpu.bandwidth is not None and fit >= demand.users:
+            read = weights + demand.users * (user + document)
+            rate = demand.users * known * gpu.bandwidth / H200 / read
+        total = weights + document + demand.users * user
+        result.append(Plan(str(method), weights, user, document, total, fit, rate))
+    return result
 
 
 def _bytes(sizes: Sizes, method: Method, more: int | None) -> int:

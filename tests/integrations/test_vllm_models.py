@@ -18,8 +18,6 @@ import kvsketch
 from kvsketch.integrations.vllm import settings
 from tests.integrations.test_vllm import engine, prompts, require_same, served
 
-from kvsketch.integrations.vllm import backend  # isort: skip, vLLM is there
-
 NEW = 16
 SNAPKV, REHEARSE = "snapkv:budget=24:window=8", "rehearse:budget=40:wait=64:recent=8:bits=16"
 SHAPE: dict[str, Any] = dict(
@@ -156,12 +154,13 @@ def test_linear_attention_stays_vllms_own(folders: Any, method: str) -> None:
 
 def test_the_whole_model_is_counted(folders: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
+    words = settings.one_request
 
     def one_request(*given: Any) -> str:
-        told.append(settings.one_request(*given))
+        told.append(words(*given))
         return told[-1]
 
-    monkeypatch.setattr(backend, "one_request", one_request)
+    monkeypatch.setattr(settings, "one_request", one_request)
     engine(folders("gemma3"), "streamingllm:budget=100")
     # Five blocks of 128 tokens in each of the others: all 512 tokens may be new, and begin inside a block.
     assert "in 1 of 4 layers; a request of 512 tokens takes" in told[0]

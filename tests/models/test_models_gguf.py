@@ -189,7 +189,7 @@ def test_an_interrupted_conversion_leaves_no_copy(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(convert, "write_json", interrupted)
+        patch.setattr(files, "write_json", interrupted)
         with pytest.raises(KeyboardInterrupt):
             load(file)
     assert [path.name for path in (cache / "converted").iterdir() if path.is_dir() and path.suffix != ".work"] == []

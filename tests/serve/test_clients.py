@@ -20,7 +20,7 @@ for package in ("starlette", "prometheus_client", "uvicorn"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
-from kvsketch.serve.forms import Piece, ResponseForm, Whole  # noqa: E402
+from kvsketch.serve.forms import Piece, ResponseForm  # noqa: E402
 from kvsketch.serve.requests import Request, Ticket  # noqa: E402
 from kvsketch.serve.schema import ChatAsked  # noqa: E402
 from kvsketch.serve.server import Server, bind, model_name, start_service  # noqa: E402
@@ -263,7 +263,7 @@ def test_the_items_of_a_response_stand_in_the_order_in_which_they_came() -> None
     """A text, two calls and a text: a small model writes no such answer when it is asked to."""
     asked = ChatAsked.model_validate({"model": "tiny", "messages": ASK})
     request = Request((1, 2, 3), 9)
-    answer = Answer([Choice(0, Ticket(request), GrowingText(None))], 1, "tiny", "resp_1", 7, asked)
+    answer = Answer(asked, [Choice(0, Ticket(request), GrowingText(None))], "resp_1", 7)
     choice, calls = answer.choices[0], [Call("f", '{"a": 1}', 0), Call("g", "{}", 1)]
     pieces = [
         Piece(choice, "One"), Piece(choice, " two.", calls=calls[:1]), Piece(choice, "\n", calls=calls[1:]),
@@ -284,10 +284,7 @@ def test_the_items_of_a_response_stand_in_the_order_in_which_they_came() -> None
     assert [(item["call_id"], item["name"], item["arguments"]) for item in done[1:3]] == [
         (each.id, each.name, each.arguments) for each in calls
     ]
-    whole = Whole(choice)
-    for piece in pieces:
-        whole.put(piece)
-    assert json.loads(ResponseForm().whole(answer, [whole]))["output"] == done
+    assert json.loads(ResponseForm().whole(answer, [pieces]))["output"] == done
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -188,7 +189,7 @@ def test_a_damaged_file_hides_no_other_document(opened: Any, tmp_path: Path, nam
         path.write_text(content)
         result = store.documents()
         assert other in result, content
-        json.dumps([each.public() for each in result], allow_nan=False, ensure_ascii=False).encode()
+        json.dumps([asdict(each) for each in result], allow_nan=False, ensure_ascii=False).encode()
     path.write_text("{}")
     assert [each.id for each in opened().documents()] == (
         [other.id] if name == "document.json" else [other.id, damaged.id]

@@ -25,6 +25,7 @@ pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[se
 pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
+from kvsketch.serve import app  # noqa: E402
 from kvsketch.serve.files import Limits  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 from tests.helpers.serving import settled, started  # noqa: E402
@@ -524,9 +525,12 @@ def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_p
     assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
 
 
-def test_a_pdf_beyond_the_limits_is_refused(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
+def test_a_pdf_beyond_the_limits_is_refused(
+    loaded: tuple[Any, Any], pdf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(app, "SENT", Limits(pages=3, seconds=30))
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
-    with started(made := Server(service, pdf=Limits(pages=3, seconds=30))):
+    with started(made := Server(service)):
         status, answer, _ = call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=4), **FORM_TYPE)
         assert (status, answer["error"]["code"]) == (413, "document_too_large")
         assert "h.pdf is a PDF of more than 3 pages" in answer["error"]["message"]

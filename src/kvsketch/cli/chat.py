@@ -12,8 +12,8 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.generate import DTYPE_HELP, read_request, require_writable
-from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption
+from kvsketch.cli.generate import file_text, read_request, require_positions, require_writable
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption, QuickDtypeOption
 from kvsketch.cli.output import megabytes, remarks
 from kvsketch.defaults import CHUNK, METHOD, SEED, SHORT
 
@@ -35,7 +35,7 @@ def read(
     ),
     chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = CHUNK,
     device: DeviceOption = None,
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    dtype: QuickDtypeOption = None,
 ) -> None:
     """Read a document once and keep its small cache in a file.
 
@@ -67,7 +67,7 @@ def chat(
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = SEED,
     device: DeviceOption = None,
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    dtype: QuickDtypeOption = None,
 ) -> None:
     """Talk to a model, or about a document, in several turns.
 
@@ -86,8 +86,7 @@ def chat(
             raise ValueError(f"{target} was read with a method of its own; leave out --method")
         talk = Talk.of_file(path, model, device, dtype)
     elif path.is_file() and path.suffix.lower() != ".gguf":
-        text = str(read_request(None, [path]).prompt)
-        talk = Talk.of_text(text, model or DEFAULT_MODEL, method, device, dtype, {})
+        talk = Talk.of_text(file_text(path), model or DEFAULT_MODEL, method, device, dtype, {})
     else:
         if path.suffix.lower() in (".txt", ".md", ".pdf"):
             raise FileNotFoundError(f"there is no file {target}; name a document, or a model (`kvsketch models`)")
@@ -133,9 +132,10 @@ class Talk:
     @classmethod
     def of_model(cls, name: str, method: str, device: str | None, dtype: str | None) -> Talk:
         import kvsketch
+        from kvsketch.cli.watching import load_quick
 
         parsed = kvsketch.parse_method(method)
-        model, tokenizer = _loaded(name, device, dtype)
+        model, tokenizer = load_quick(name, dtype, device)
         return cls(model, tokenizer, lambda: kvsketch.CompressedCache(model, parsed))
 
     @classmethod
@@ -146,12 +146,11 @@ class Talk:
         import copy
 
         import kvsketch
-        from kvsketch.cli.generate import require_positions
-        from kvsketch.cli.watching import reading_bar
+        from kvsketch.cli.watching import load_quick, reading_bar
         from kvsketch.decode import asking
 
         parsed = kvsketch.parse_method(method or METHOD)
-        model, tokenizer = _loaded(name, device, dtype)
+        model, tokenizer = load_quick(name, dtype, device)
         length = asking.document_ids(tokenizer, text).shape[1]
         if method is None and length < SHORT:
             parsed = kvsketch.parse_method("full")
@@ -169,6 +168,7 @@ class Talk:
     def of_file(cls, path: Path, name: str | None, device: str | None, dtype: str | None) -> Talk:
         import kvsketch
         from kvsketch.cache import saving
+        from kvsketch.cli.watching import load_quick
 
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}; make one with `kvsketch read FILE --out {path}`")
@@ -176,8 +176,8 @@ class Talk:
         name = name or about.get("model")
         if name is None:
             raise ValueError(f"{path} does not say which model it belongs to; name it with --model")
-        result = dtype or (about["dtype"] if about["dtype"] != "None" else None)
-        model, tokenizer = _loaded(name, device, result)
+        saved = about["dtype"] if about["dtype"] != "None" else None
+        model, tokenizer = load_quick(name, dtype or saved, device)
         talk = cls(model, tokenizer, lambda: kvsketch.CompressedCache.load(path, model))
         talk.tell(f"{about.get('files', path)}: {_held(model, talk.cache)}")
         return talk
@@ -196,7 +196,6 @@ class Talk:
     def answer(self, question: str, options: dict[str, Any]) -> None:
         """Streams the answer; the conversation goes on behind it, also when it is stopped."""
         import kvsketch
-        from kvsketch.cli.generate import require_positions
         from kvsketch.cli.watching import Stoppable, StoppedByUser
         from kvsketch.decode import asking
 
@@ -224,13 +223,6 @@ class Talk:
 
     def tell(self, text: str) -> None:
         remarks().print(text, markup=False, soft_wrap=True, style="dim")
-
-
-def _loaded(name: str, device: str | None, dtype: str | None) -> tuple[Any, Any]:
-    from kvsketch import models
-    from kvsketch.cli.watching import quick_dtype
-
-    return models.load(name, dtype=dtype or quick_dtype(device), device=device)
 
 
 def _held(model: Any, cache: Any) -> str:

@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, JsonOption, ModelOption
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, JsonOption, ModelOption, QuickDtypeOption
 from kvsketch.cli.output import megabytes, print_json, remarks
 from kvsketch.defaults import CHUNK, SEED
 
@@ -23,7 +23,6 @@ METHOD_HELP = (
     "much. See `kvsketch methods`."
 )
 TEMPLATE_TOKENS = 128  # what a chat template adds at most
-DTYPE_HELP = "float32, bfloat16 or float16; bfloat16 on a GPU and on a CPU that multiplies it natively, else float32."
 
 
 @dataclass(frozen=True)
@@ -84,6 +83,10 @@ class Asked:
     document: str | None
     prompt: str | None
 
+    @property
+    def text(self) -> str:
+        return "\n\n".join(part for part in (self.document, self.prompt) if part)
+
 
 def generate(
     prompt: Annotated[
@@ -113,7 +116,7 @@ def generate(
     seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = SEED,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: DeviceOption = None,
-    dtype: Annotated[str | None, typer.Option(help=DTYPE_HELP)] = None,
+    dtype: QuickDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
     """Answer a question about files, a pipe or a saved cache, or continue a prompt.
@@ -124,23 +127,39 @@ def generate(
 
     The answer goes to standard output; what was kept, how fast and with how much memory to standard error.
     """
-    _require_fitting(prompt, file, method, memory, prefill, chunk, save, load, raw)
+    if load is not None:
+        given = {
+            "--file": file, "--method": method, "--memory": memory, "--prefill": prefill, "--chunk": chunk,
+            "--save": save, "--raw": raw,
+        }  # fmt: skip
+        if wrong := [name for name, value in given.items() if value]:
+            raise ValueError(f"--load continues {load} as it was saved; leave out {', '.join(wrong)}")
+        if not load.is_file():
+            raise FileNotFoundError(f"there is no file {load}; make one with --file FILE --save {load}")
+    if save is not None and not file:
+        raise ValueError("--save keeps what was read of files; name one with --file, or --file - for standard input")
+    if save is not None and raw:
+        raise ValueError("--save keeps a text in the chat template, to be asked about; leave out --raw")
+    if save is not None:
+        require_writable(save, "--save")
+    if chunk is not None and prefill != "stream":
+        raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
     request = read_request(prompt, file or [], loaded=load is not None, saved=save is not None)
 
     import kvsketch
-    from kvsketch import models
     from kvsketch.cache.chunks import require_stream
-    from kvsketch.cli.watching import quick_dtype
+    from kvsketch.cli.watching import load_quick
 
     parsed = kvsketch.parse_method(method or WHOLE)
     reading: dict[str, Any] = {"prefill": prefill or "exact", "chunk": chunk or CHUNK}
     require_stream(**reading)
-    loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
+    loaded, tokenizer = load_quick(model, dtype, device)
     if load is not None:
         cache = kvsketch.CompressedCache.load(load, loaded)
     else:
         if memory is not None:
-            reading |= {"memory": memory, "context": _most_tokens(tokenizer, request) + max_new_tokens}
+            asked = len(tokenizer(request.text).input_ids) + TEMPLATE_TOKENS
+            reading |= {"memory": memory, "context": asked + max_new_tokens}
         cache = kvsketch.CompressedCache(loaded, parsed, seed=seed, **reading)
         if memory is not None:
             said = f"--memory {memory} for {reading['context']:,} tokens: {cache.method}"
@@ -155,44 +174,6 @@ def generate(
     else:
         for line in generation.lines():
             remarks().print(line, markup=False, soft_wrap=True)
-
-
-def _require_fitting(
-    prompt: str | None,
-    file: list[Path] | None,
-    method: str | None,
-    memory: str | None,
-    prefill: str | None,
-    chunk: int | None,
-    save: Path | None,
-    load: Path | None,
-    raw: bool,
-) -> None:
-    """Raises ValueError for options that contradict each other, before anything is loaded."""
-    if load is not None:
-        given = {
-            "--file": file, "--method": method, "--memory": memory, "--prefill": prefill, "--chunk": chunk,
-            "--save": save,
-        }  # fmt: skip
-        wrong = [name for name, value in given.items() if value] + ["--raw"] * raw
-        if wrong:
-            raise ValueError(f"--load continues {load} as it was saved; leave out {', '.join(wrong)}")
-        if not load.is_file():
-            raise FileNotFoundError(f"there is no file {load}; make one with --file FILE --save {load}")
-    if save is not None and not file:
-        raise ValueError("--save keeps what was read of files; name one with --file, or --file - for standard input")
-    if save is not None and raw:
-        raise ValueError("--save keeps a text in the chat template, to be asked about; leave out --raw")
-    if save is not None:
-        require_writable(save, "--save")
-    if chunk is not None and prefill != "stream":
-        raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
-
-
-def _most_tokens(tokenizer: Any, request: Asked) -> int:
-    """Tokens of a request, and room for a chat template."""
-    text = "\n\n".join(part for part in (request.document, request.prompt) if part)
-    return len(tokenizer(text).input_ids) + TEMPLATE_TOKENS
 
 
 class Run:
@@ -250,16 +231,15 @@ class Run:
         from kvsketch import models
         from kvsketch.decode import asking
 
-        text = "\n\n".join(part for part in (request.document, request.prompt) if part)
         if raw:
-            return self.tokenizer(text, return_tensors="pt")
+            return self.tokenizer(request.text, return_tensors="pt")
         if request.document is not None and reads_first:
             return {"input_ids": asking.document_ids(self.tokenizer, request.document)}
         if request.document is not None and request.prompt is not None:
             return asking.document_inputs(self.tokenizer, request.document, request.prompt)
         if self.cache.tokens_seen:
-            return asking.question_inputs(self.tokenizer, self.cache, text)
-        return models.encode_chat(self.tokenizer, text)
+            return asking.question_inputs(self.tokenizer, self.cache, request.text)
+        return models.encode_chat(self.tokenizer, request.text)
 
     def _read(self, ids: Any) -> float:
         """Reads a document; the seconds it took."""

@@ -132,8 +132,7 @@ def _own_table(folder: Path) -> dict[str, Measured]:
     if not folder.is_dir():
         raise ValueError(f"--records {folder} is no folder; name one that `kvsketch eval --out` wrote to")
     records = lab("records", "--records")
-    table: dict[str, Measured] = lab("report.recommend", "--records").table(records.read_folder(folder, below=True))
-    return table
+    return lab("report.recommend", "--records").table(records.read_folder(folder, below=True))
 
 
 def _show(fits: Sequence[Advice], full_bytes: int) -> None:

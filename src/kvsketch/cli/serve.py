@@ -83,9 +83,8 @@ def serve(
         from kvsketch.serve import app, server
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error})") from None
-    from kvsketch import models
     from kvsketch.cache.chunks import require_stream
-    from kvsketch.cli.watching import quick_dtype
+    from kvsketch.cli.watching import load_quick
     from kvsketch.methods import parse_method
     from kvsketch.serve.spans import parse_shares
 
@@ -94,7 +93,7 @@ def serve(
     shares = None if span_share is None else parse_shares(span_share, "--span-share")
     require_stream(prefill or "exact", chunk)
     bound = server.bind(host, port)
-    loaded, tokenizer = models.load(model, dtype=dtype or quick_dtype(device), device=device)
+    loaded, tokenizer = load_quick(model, dtype, device)
     service = server.start_service(
         loaded, tokenizer, name or server.model_name(model), parsed,
         folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,

@@ -17,6 +17,7 @@ import torch
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from transformers import TextStreamer
 
+from kvsketch import models
 from kvsketch.cache import interrupted
 from kvsketch.cli.output import remarks
 
@@ -123,6 +124,11 @@ class PeakMemory:
         """Bytes at the peak above those at the beginning."""
         peak = self.bytes()
         return None if peak is None or self.before is None else max(0, peak - self.before)
+
+
+def load_quick(name: str, dtype: str | None, device: str | None) -> tuple[Any, Any]:
+    """A model and its tokenizer, in `quick_dtype` unless a dtype is given."""
+    return models.load(name, dtype=dtype or quick_dtype(device), device=device)
 
 
 def quick_dtype(device: str | None) -> str | None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
 from typing import Any
-
-from torch import Tensor
 
 from kvsketch.cache import memory
 from kvsketch.cache.compressed import CompressedCache
@@ -21,11 +18,6 @@ UNITS = ("tokens", "bytes")
 ALL = tuple(":".join(filter(None, (name, method.compared_with))) for name, method in METHODS.items())
 
 
-def takes_budget(method: str) -> bool:
-    """Whether the method of this text form has a budget."""
-    return any(field.name == "budget" for field in dataclasses.fields(parse_method(method)))
-
-
 def with_budget(method: str, budget: str | int) -> str:
     """The text form with the budget; without it where there is none (`budget` empty)."""
     return f"{method}:budget={budget}" if budget != "" else method
@@ -37,11 +29,12 @@ def contenders(methods: str, budgets: str) -> list[tuple[str, str]]:
     for size in sizes:
         Size.parse(size, "--budgets")
     result: list[tuple[str, str]] = []
-    for text in _names(methods):
+    chosen = [text.strip() for text in methods.split(",") if text.strip()]
+    for text in ALL if chosen in ([], ["all"]) else chosen:
         method, own = split(text)
         if own or ":bytes=" in method:
             result.append((method, own))
-        elif takes_budget(method):
+        elif hasattr(parse_method(method), "budget"):
             if not sizes:
                 raise ValueError(f"--budgets is empty, and {method} has one; use for instance 1/4,1/8")
             result += [(method, size) for size in sizes]
@@ -58,25 +51,11 @@ def compared(methods: str, budgets: str) -> list[Method]:
     return [Full(), *(method for method in chosen if method != Full())]
 
 
-def _names(methods: str) -> Sequence[str]:
-    chosen = [text.strip() for text in methods.split(",") if text.strip()]
-    return ALL if chosen in ([], ["all"]) else chosen
-
-
 def split(text: str) -> tuple[str, str]:
     """A text form without its budget, and the budget."""
     parts = text.split(":")
     own = [part.partition("=")[2] for part in parts if part.startswith("budget=")]
     return ":".join(part for part in parts if not part.startswith("budget=")), own[0] if own else ""
-
-
-def in_bytes(method: str) -> str:
-    """The text form that budgets in bytes are computed and run with: a recall method keeps its tokens on the host.
-
-    Otherwise it holds everything on the device with any budget; the answers are the same.
-    """
-    recalls = parse_method(method).family == "recall"
-    return f"{method}:offload=host" if recalls and ":offload=" not in method else method
 
 
 def sized(
@@ -92,7 +71,9 @@ def sized(
     """
     if unit == "tokens" or not budget:
         return with_budget(method, budget), {}
-    method = in_bytes(method)
+    if parse_method(method).family == "recall" and ":offload=" not in method:
+        # Otherwise it holds everything on the device with any budget; the answers are the same.
+        method = f"{method}:offload=host"
     total, sizes, whole = prompt + more, memory.sizes_of(model, prompt), memory.sizes_of(model, prompt + more)
     if halves:
         sizes, whole = (dataclasses.replace(each, itemsize=2) for each in (sizes, whole))
@@ -128,11 +109,7 @@ def least_tokens(method: str) -> int:
 
 def full_bytes(cache: CompressedCache) -> int:
     """Bytes of keys and values of every token seen, in all layers."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, SlotLayer):
-            total += token_bytes(layer.table) * layer.table.seen
-        else:
-            tensors = (getattr(layer, "keys", None), getattr(layer, "values", None))
-            total += sum(t.numel() * t.element_size() for t in tensors if isinstance(t, Tensor))
-    return total
+    return sum(
+        token_bytes(layer.table) * layer.table.seen if isinstance(layer, SlotLayer) else memory.stored_bytes([layer])
+        for layer in cache.layers
+    )

@@ -91,14 +91,12 @@ class CompressedLM(HFLM):
 
     def _model_generate(self, context: Tensor, max_length: int, stop: list[str], **options: Any) -> Tensor:
         cache = CompressedCache(self.model, self.method, seed=self.seed)
-        tokens: Tensor = super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
-        return tokens
+        return super()._model_generate(context, max_length, stop, past_key_values=cache, **options)
 
     def loglikelihood(self, requests: list[Any], disable_tqdm: bool = False) -> list[tuple[float, bool]]:
         if self.scoring == "refuse":
             raise Refused(REFUSED)
-        result: list[tuple[float, bool]] = super().loglikelihood(requests, disable_tqdm)
-        return result
+        return super().loglikelihood(requests, disable_tqdm)
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
         raise Refused(REFUSED_ROLLING)

@@ -7,25 +7,11 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from kvsketch.models.files import (
-    HOME_VARIABLE,
-    FetchError,
-    home,
-    let_read,
-    locked,
-    place,
-    read_json,
-    remove,
-    say,
-    work_folder,
-    write_json,
-)
+from kvsketch.models import files
+from kvsketch.models.files import HOME_VARIABLE, FetchError
 from kvsketch.models.gguf_header import Scalar, read_metadata
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase
 
 RECORD = "kvsketch.json"
 # Part of every record: raise it when the conversion changes, and old copies are made again.
@@ -40,13 +26,13 @@ SPECIAL_TOKENS = {
 
 def conversion_path(name: str) -> Path:
     """The path of the converted copy of a model, converted or not."""
-    return home() / "converted" / name
+    return files.home() / "converted" / name
 
 
 def converted_folder(name: str, source: str) -> Path | None:
     """The folder of an earlier conversion of `source` (a hash), or None when there is none that is whole."""
     folder = conversion_path(name)
-    record = read_json(folder / RECORD)
+    record = files.read_json(folder / RECORD)
     if record.get("source") != source or record.get("conversion") != CONVERSION:
         return None
     if record.get("files") != _file_sizes(folder):
@@ -66,23 +52,23 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
     if done is not None:
         return done
     folder = conversion_path(name)
-    with locked(folder):
+    with files.locked(folder):
         done = converted_folder(name, source)
         if done is not None:
             return done
-        remove(folder.with_name(name + ".work"))
-        work = work_folder(folder.with_name(name + ".work"))
+        files.remove(folder.with_name(name + ".work"))
+        work = files.work_folder(folder.with_name(name + ".work"))
         if progress:
-            say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
+            files.say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
         new = work / "new"
         with quiet_transformers():
             _write_converted(gguf, new)
         record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(new)}
-        write_json(new / RECORD, record)
-        let_read(new, folder.parent)
-        remove(folder)
-        place(new, folder)
-        remove(work)
+        files.write_json(new / RECORD, record)
+        files.let_read(new, folder.parent)
+        files.remove(folder)
+        files.place(new, folder)
+        files.remove(work)
     return folder
 
 
@@ -100,10 +86,10 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
-def identity_of(gguf: Path) -> str:
+def identity_of(file: Path) -> str:
     """A key for a user's file from path, size and time: hashing the data would take many seconds at every start."""
-    stat = gguf.stat()
-    return hashlib.sha256(f"{gguf.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
+    stat = file.stat()
+    return hashlib.sha256(f"{file.resolve()}:{stat.st_size}:{stat.st_mtime_ns}".encode()).hexdigest()
 
 
 def _file_sizes(folder: Path) -> dict[str, int]:
@@ -171,24 +157,18 @@ def refuse_unigram(tokenizer: Any, metadata: dict[str, Scalar]) -> None:
         )
 
 
-def restore_special_tokens(tokenizer: PreTrainedTokenizerBase, metadata: dict[str, Scalar]) -> None:
+def restore_special_tokens(tokenizer: Any, metadata: dict[str, Scalar]) -> None:
     """Give the tokenizer the special tokens that the file names, and the leading bos token if the file asks for it.
 
     transformers takes a wrong eos token from some files, and never adds bos; Gemma writes garbage without it.
     """
+    from tokenizers import processors
+
     for attribute, key in SPECIAL_TOKENS.items():
         if key in metadata:
             setattr(tokenizer, attribute, tokenizer.convert_ids_to_tokens(int(metadata[key])))
-    if metadata.get("tokenizer.ggml.add_bos_token") and tokenizer.bos_token_id is not None:
-        _prepend_bos(tokenizer)
-
-
-def _prepend_bos(tokenizer: Any) -> None:
-    from tokenizers import processors
-
-    bos = tokenizer.bos_token
-    if tokenizer("a").input_ids[0] == tokenizer.bos_token_id:
-        return
-    tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
-        single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, tokenizer.bos_token_id)]
-    )
+    bos, number = tokenizer.bos_token, tokenizer.bos_token_id
+    if metadata.get("tokenizer.ggml.add_bos_token") and number is not None and tokenizer("a").input_ids[0] != number:
+        tokenizer.backend_tokenizer.post_processor = processors.TemplateProcessing(
+            single=f"{bos} $A", pair=f"{bos} $A {bos}:1 $B:1", special_tokens=[(bos, number)]
+        )

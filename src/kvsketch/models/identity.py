@@ -8,6 +8,7 @@ import hashlib
 from pathlib import Path
 
 from kvsketch import models
+from kvsketch.models.convert import identity_of
 from kvsketch.models.files import home, read_json, sha256_of, write_json
 
 
@@ -29,9 +30,7 @@ def model_sha256(spec: str) -> str:
 
 
 def _remembered_sha256(file: Path) -> str:
-    stat = file.stat()
-    state = f"{file}:{stat.st_size}:{stat.st_mtime_ns}"
-    note = home() / "hashes" / f"{hashlib.sha256(state.encode()).hexdigest()}.json"
+    note = home() / "hashes" / f"{identity_of(file)}.json"
     known = read_json(note).get("sha256")
     if isinstance(known, str):
         return known

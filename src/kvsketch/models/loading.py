@@ -171,8 +171,9 @@ def checked_folder(folder: Path) -> Path:
         )
     if not safetensors:
         raise FileNotFoundError(f"{folder} holds no *.safetensors weights{_gguf_hint(folder)}")
-    foreign = _weights_outside_safetensors(folder)
-    if foreign:
+    indices = [json.loads(file.read_text(encoding="utf-8")) for file in folder.glob("*.safetensors.index.json")]
+    named = {name for index in indices for name in index.get("weight_map", {}).values()}
+    if foreign := sorted(name for name in named if not name.endswith(".safetensors")):
         raise ValueError(f"the weight index of {folder} names files that are not safetensors: {', '.join(foreign)}")
     return folder
 
@@ -180,13 +181,6 @@ def checked_folder(folder: Path) -> Path:
 def _gguf_hint(folder: Path) -> str:
     files = sorted(str(file) for file in folder.glob("*.gguf"))
     return f"; to load a GGUF file pass the file itself: {', '.join(files)}" if files else ""
-
-
-def _weights_outside_safetensors(folder: Path) -> list[str]:
-    names: set[str] = set()
-    for index in folder.glob("*.safetensors.index.json"):
-        names.update(json.loads(index.read_text(encoding="utf-8")).get("weight_map", {}).values())
-    return sorted(name for name in names if not name.endswith(".safetensors"))
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -209,8 +203,7 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
     if dtype is None:
         return torch.bfloat16 if device.type == "cuda" else torch.float32
     if isinstance(dtype, str) and dtype in DTYPES:
-        named: torch.dtype = getattr(torch, dtype)
-        return named
+        return getattr(torch, dtype)
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         return dtype
     raise ValueError(f"unknown dtype {dtype!r}; use one of: {', '.join(DTYPES)}")

@@ -13,7 +13,7 @@ import os
 import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from importlib import resources
 from typing import Any
 from urllib.parse import SplitResult, quote, urlsplit
@@ -30,8 +30,8 @@ from starlette.routing import Route
 
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
-from kvsketch.serve.files import SENT, Limits, Stopped, TooLarge, is_pdf, text_of
-from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm, Whole
+from kvsketch.serve.files import SENT, Stopped, TooLarge, is_pdf, text_of
+from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import (
     ApiError,
@@ -86,7 +86,6 @@ def create_app(
     *,
     api_key: str | None = None,
     largest_body: int = LARGEST_BODY,
-    pdf: Limits = SENT,
     cors: Sequence[str] = (),
 ) -> Any:
     """The ASGI application around a service; it closes the service when it is shut down.
@@ -100,7 +99,7 @@ def create_app(
         yield
         await run_in_threadpool(service.close)
 
-    routes = Routes(service, largest_body, pdf)
+    routes = Routes(service, largest_body)
     app = Starlette(
         lifespan=lifespan,
         routes=routes.all(),
@@ -112,7 +111,6 @@ def create_app(
             Exception: _failed,
         },
     )
-    app.state.service = service
     gate = Gate(app, service, api_key, largest_body, cors)
     if not cors:
         return gate
@@ -133,18 +131,20 @@ def require_origins(cors: Sequence[str], api_key: str | None) -> None:
             raise ValueError(f"--cors {origin!r} is no origin; use https://host or https://host:port, without a path")
 
 
+def _told(error: ApiError) -> Response:
+    return JSONResponse(error.body(), error.status, error.headers)
+
+
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[NOTE] = error.message
-    return JSONResponse(error.body(), error.status, error.headers)
+    return _told(error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
-    told = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-    return JSONResponse(
-        ApiError(error.status_code, told.get(error.status_code, error.detail)).body(), error.status_code
-    )
+    known = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
+    return _told(ApiError(error.status_code, known.get(error.status_code, error.detail)))
 
 
 async def _gone(_: Request, error: Exception) -> Response:
@@ -157,23 +157,19 @@ async def _os_error(_: Request, error: Exception) -> Response:
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         raise error
     log.error("the disk is full: %s", error)
-    told = ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full")
-    return JSONResponse(told.body(), 507)
+    return _told(ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full"))
 
 
 async def _failed(_: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return JSONResponse(ApiError(500, f"{type(error).__name__}: {error}", "internal_error").body(), 500)
+    return _told(ApiError(500, f"{type(error).__name__}: {error}", "internal_error"))
 
 
 class Gate:
     """In front of all routes: request ids, the log, the key, where requests come from, the size of bodies."""
 
-    def __init__(
-        self, app: Any, service: Service, key: str | None, largest_body: int, origins: Sequence[str] = ()
-    ) -> None:
-        self.app, self.service, self.key, self.largest = app, service, key, largest_body
-        self.origins = frozenset(origins)
+    def __init__(self, app: Any, service: Service, key: str | None, largest_body: int, origins: Sequence[str]) -> None:
+        self.app, self.service, self.key, self.largest, self.origins = app, service, key, largest_body, origins
 
     async def __call__(self, scope: Any, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -282,8 +278,8 @@ def _too_large(most: int) -> ApiError:
 
 
 class Routes:
-    def __init__(self, service: Service, largest_body: int, pdf: Limits) -> None:
-        self.service, self.largest, self.pdf = service, largest_body, pdf
+    def __init__(self, service: Service, largest_body: int) -> None:
+        self.service, self.largest = service, largest_body
         self._turn = asyncio.Semaphore(MOST_OPENED)
 
     def all(self) -> list[Route]:
@@ -328,11 +324,11 @@ class Routes:
         if asked.stream:
             events = self._events(request, answer, form, gone)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        texts = [Whole(choice) for choice in answer.choices]
+        texts: list[list[Piece]] = [[] for _ in answer.choices]
         try:
             async for piece in _pieces(answer):
                 if piece is not None:
-                    texts[piece.choice.index].put(piece)
+                    texts[piece.choice.index].append(piece)
             return Response(form.whole(answer, texts), media_type="application/json")
         except ApiError:
             if gone.done():
@@ -367,7 +363,7 @@ class Routes:
 
     async def documents(self, request: Request) -> Response:
         result = await run_in_threadpool(self.service.documents.documents)
-        return JSONResponse({"object": "list", "data": [each.public() for each in result]})
+        return JSONResponse({"object": "list", "data": [asdict(each) for each in result]})
 
     async def add_document(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
@@ -389,7 +385,7 @@ class Routes:
             raise ApiError(400, str(error), "invalid_document", "text") from None
         except Full as error:
             raise ApiError(429, str(error), "queue_full", retry_after=30) from None
-        return JSONResponse(document.public(), 202 if document.status != "ready" else 200)
+        return JSONResponse(asdict(document), 202 if document.status != "ready" else 200)
 
     async def _uploaded(self, request: Request) -> DocumentSent:
         try:
@@ -413,7 +409,7 @@ class Routes:
 
         try:
             async with self._turn if is_pdf(data) else contextlib.nullcontext():
-                return await run_in_threadpool(text_of, data, name, self.pdf, wanted)
+                return await run_in_threadpool(text_of, data, name, SENT, wanted)
         except TooLarge as error:
             raise ApiError(413, str(error), "document_too_large", "file") from None
         except (ValueError, ImportError) as error:
@@ -427,7 +423,7 @@ class Routes:
 
     async def document(self, request: Request) -> Response:
         document = await self._of_document(request, self.service.documents.get)
-        return JSONResponse(document.public())
+        return JSONResponse(asdict(document))
 
     async def delete_document(self, request: Request) -> Response:
         number = request.path_params["id"]

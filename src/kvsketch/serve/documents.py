@@ -19,7 +19,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import math
 import os
 import queue
 import re
@@ -28,13 +27,14 @@ import socket
 import threading
 import time
 from collections import OrderedDict
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_type_hints
 
 import psutil
 from filelock import FileLock, Timeout
+from pydantic import ConfigDict, TypeAdapter
 
 from kvsketch.cache import interrupted
 from kvsketch.cache.compressed import CompressedCache
@@ -53,14 +53,11 @@ from kvsketch.serve.requests import Full, not_finite
 ID = re.compile(r"doc-[0-9a-f]{24}")
 WORK = re.compile(r"\.(new|gone)-doc-[0-9a-f]{24}\.(?P<host>.+)\.(?P<process>\d+)")
 MOST_WAITING = 64  # documents
+MOST_BYTES = 4 * 10**9  # of caches that are at hand
 LOOK_AGAIN = 1.0  # seconds until a document that another process reads is looked at again
-FACTS: dict[str, type] = {
-    "id": str, "name": str, "created_at": int, "model": str, "method": str, "tokens": int, "characters": int,
-}  # of document.json  # fmt: skip
-HELD_FACTS: dict[str, type] = {
-    "seconds": float, "tokens_stored": int, "device_bytes": int, "host_bytes": int, "full_bytes": int, "slots": list,
-    "promise": str,
-}  # of held.json  # fmt: skip
+# The fields of a Document that lie in document.json, and in held.json.
+FACTS = ("id", "name", "created_at", "model", "method", "tokens", "characters")
+HELD_FACTS = ("seconds", "tokens_stored", "device_bytes", "host_bytes", "full_bytes", "slots", "promise")
 Status = Literal["waiting", "reading", "ready", "failed", "other_model"]
 log = logging.getLogger("kvsketch.serve")
 
@@ -96,8 +93,11 @@ class Document:
     promise: str | None = None  # of the loss, and the curve that was tried
     object: str = "document"
 
-    def public(self) -> dict[str, Any]:
-        return asdict(self)
+
+KINDS = {
+    name: TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
+    for name, kind in get_type_hints(Document).items()
+}
 
 
 @dataclass
@@ -115,22 +115,15 @@ def _content(path: Path) -> dict[str, Any]:
     return {} if path.is_symlink() else dict(read_json(path))
 
 
-def _facts(content: dict[str, Any], kinds: dict[str, type]) -> dict[str, Any]:
-    """The facts that are what they should be."""
-    return {name: content[name] for name, kind in kinds.items() if _is(content.get(name), kind)}
-
-
-def _is(value: Any, kind: type) -> bool:
-    """Whether a fact of a file has its kind, and can be written into an answer."""
-    if kind is list:
-        return isinstance(value, list) and all(
-            isinstance(row, list) and all(_is(each, int) for each in row) for row in value
-        )
-    if kind is float:
-        return _is(value, int) or (isinstance(value, float) and math.isfinite(value))
-    if kind is str:
-        return isinstance(value, str) and not any("\ud800" <= each <= "\udfff" for each in value)
-    return isinstance(value, kind) and not isinstance(value, bool)
+def _facts(content: dict[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    """The facts of a file that are of their kinds, so that they can be written into an answer."""
+    result = {}
+    for name in names:
+        with contextlib.suppress(KeyError, ValueError):
+            fact = KINDS[name].validate_python(content[name])
+            str(fact).encode()  # half of a surrogate pair is no text
+            result[name] = fact
+    return result
 
 
 class DocumentStore:
@@ -147,7 +140,7 @@ class DocumentStore:
         *,
         name: str = "",
         most_tokens: int | None = None,
-        most_bytes: int = 4 * 10**9,
+        most_bytes: int = MOST_BYTES,
         prefill: str = "exact",
         chunk: int = CHUNK,
         whole_below: int = 0,

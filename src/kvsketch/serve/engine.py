@@ -198,7 +198,10 @@ class BatchedEngine:
         try:
             with torch.no_grad(), on_device:
                 while self._schedule.wait_for_work(lambda: self._on_the_way):
-                    self._turn_once()
+                    self._drop_cancelled()
+                    self._admit()
+                    self._decode()
+                    self._read_chunk()
         except BaseException as error:
             # Whoever waits would wait for ever.
             died = error
@@ -207,12 +210,6 @@ class BatchedEngine:
         self._on_the_way.clear()
         for ticket in tickets:
             self._finish(ticket, "cancelled" if died is None else "error", died)
-
-    def _turn_once(self) -> None:
-        self._drop_cancelled()
-        self._admit()
-        self._decode()
-        self._read_chunk()
 
     def _decode(self) -> None:
         """One token for every request that runs."""

@@ -16,7 +16,6 @@ from typing import Any
 
 PDF = b"%PDF-"
 LOOK = 0.1  # seconds between two looks at whether the text is still wanted
-SPLIT = "split it, or send it as plain text"
 
 
 @dataclass(frozen=True)
@@ -71,22 +70,19 @@ def _pdf_text(data: bytes, name: str, limits: Limits, wanted: Callable[[], bool]
     if "missing" in said:
         raise ImportError(f"{name} is a PDF, and reading one needs pypdf: pip install 'kvsketch[pdf]'")
     if "limit" in said:
-        raise TooLarge(f"{name} is a PDF {_beyond(said['limit'], limits)}; {SPLIT}")
+        beyond = {
+            "pages": f"of more than {limits.pages:,} pages",
+            "characters": f"of more than {limits.characters:,} characters",
+            "seconds": f"whose text takes more than {limits.seconds:g} seconds to get",
+            "memory": f"whose text takes more than {limits.memory / 2**20:,.0f} MiB of memory to get",
+        }
+        raise TooLarge(f"{name} is a PDF {beyond[said['limit']]}; split it, or send it as plain text")
     if "error" in said:
         raise ValueError(f"{name} is a PDF that pypdf cannot read ({said['error']})")
     text = said["text"].replace("\0", "")
     if not text.strip():
         raise ValueError(f"{name} is a PDF without text, such as a scan; run a text recognition on it first")
     return text
-
-
-def _beyond(limit: str, limits: Limits) -> str:
-    return {
-        "pages": f"of more than {limits.pages:,} pages",
-        "characters": f"of more than {limits.characters:,} characters",
-        "seconds": f"whose text takes more than {limits.seconds:g} seconds to get",
-        "memory": f"whose text takes more than {limits.memory / 2**20:,.0f} MiB of memory to get",
-    }[limit]
 
 
 def _said(data: bytes, limits: Limits, wanted: Callable[[], bool]) -> dict[str, str]:

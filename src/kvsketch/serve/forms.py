@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from openai.types import Completion, CompletionUsage
@@ -21,7 +21,7 @@ from kvsketch.serve.tools import Call
 
 @dataclass
 class Piece:
-    """What a text has grown by: the text, its tokens, and at the end the reason."""
+    """What a text has grown by, or all of it: the text, its tokens, calls of tools, and at the end the reason."""
 
     choice: Choice
     text: str = ""
@@ -30,23 +30,15 @@ class Piece:
     reason: Any = None
 
 
-@dataclass
-class Whole:
+def joined(pieces: Sequence[Piece]) -> Piece:
     """A text that has ended."""
-
-    choice: Choice
-    text: str = ""
-    tokens: list[tuple[int, Likely]] = field(default_factory=list)
-    calls: list[Call] = field(default_factory=list)
-    reason: Any = None
-    pieces: list[Piece] = field(default_factory=list)
-
-    def put(self, piece: Piece) -> None:
-        self.pieces.append(piece)
-        self.text += piece.text
-        self.tokens.extend(piece.tokens)
-        self.calls.extend(piece.calls)
-        self.reason = piece.reason
+    return Piece(
+        pieces[0].choice,
+        "".join(each.text for each in pieces),
+        [token for each in pieces for token in each.tokens],
+        [call for each in pieces for call in each.calls],
+        pieces[-1].reason,
+    )
 
 
 def usage(answer: Answer) -> CompletionUsage:
@@ -69,24 +61,26 @@ def _own_usage(answer: Answer) -> dict[str, Any]:
     return result | {"kvsketch": {"prefill_tokens": read, "repeated_tokens": repeated, "cache_bytes": held}}
 
 
+def _head(answer: Answer, kind: str) -> dict[str, Any]:
+    return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.asked.model}
+
+
 class ChatForm:
     """Chat completions."""
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def whole(self, answer: Answer, texts: list[Whole]) -> str:
+    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
         choices = [
             {
                 "index": each.choice.index, "finish_reason": each.reason, "logprobs": self._logprobs(answer, each),
                 "message": _message(each),
             }
-            for each in texts
+            for each in map(joined, texts)
         ]  # fmt: skip
-        return _json(ChatCompletion.model_validate({
-            "id": answer.id, "object": "chat.completion", "created": answer.created, "model": answer.model,
-            "choices": choices, "usage": usage(answer),
-        }))  # fmt: skip
+        head = _head(answer, "chat.completion")
+        return _json(ChatCompletion.model_validate({**head, "choices": choices, "usage": usage(answer)}))
 
     def opening(self, answer: Answer) -> list[str]:
         delta = {"role": "assistant", "content": ""}
@@ -97,7 +91,7 @@ class ChatForm:
         if piece.calls:
             delta["tool_calls"] = [{"index": call.index, **_called(call)} for call in piece.calls]
         choice = _started(piece.choice.index, delta) | {"finish_reason": piece.reason}
-        if (logprobs := self._logprobs(answer, piece)) is not None:
+        if piece.tokens and (logprobs := self._logprobs(answer, piece)) is not None:
             choice["logprobs"] = logprobs
         return self._chunk(answer, [choice])
 
@@ -105,8 +99,8 @@ class ChatForm:
         last = [self._chunk(answer, [], usage=usage(answer))] if answer.asked.wants_usage else []
         return [*last, "data: [DONE]\n\n"]
 
-    def _logprobs(self, answer: Answer, piece: Piece | Whole) -> Any:
-        if answer.asked.alternatives is None or (isinstance(piece, Piece) and not piece.tokens):
+    def _logprobs(self, answer: Answer, piece: Piece) -> Any:
+        if answer.asked.alternatives is None:
             return None
         entries = [
             self._entry(token, likely.logprob) | {"top_logprobs": [self._entry(*each) for each in likely.top]}
@@ -119,13 +113,11 @@ class ChatForm:
         return {"token": token_text(self.tokenizer, token), "logprob": logprob, "bytes": data and list(data)}
 
     def _chunk(self, answer: Answer, choices: Sequence[Mapping[str, Any]], **more: Any) -> str:
-        return _event(ChatCompletionChunk.model_validate({
-            "id": answer.id, "object": "chat.completion.chunk", "created": answer.created, "model": answer.model,
-            "choices": choices, **more,
-        }))  # fmt: skip
+        head = _head(answer, "chat.completion.chunk")
+        return _event(ChatCompletionChunk.model_validate({**head, "choices": choices, **more}))
 
 
-def _message(whole: Whole) -> dict[str, Any]:
+def _message(whole: Piece) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
     if whole.calls:
         message |= {"content": whole.text or None, "tool_calls": [_called(call) for call in whole.calls]}
@@ -147,8 +139,8 @@ class CompletionForm:
         self.tokenizer = tokenizer
         self._said: dict[int, int] = {}  # characters of each text that are out
 
-    def whole(self, answer: Answer, texts: list[Whole]) -> str:
-        choices = [self._choice(answer, each) for each in texts]
+    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
+        choices = [self._choice(answer, joined(each)) for each in texts]
         return _json(self._completion(answer, choices, usage=usage(answer)))
 
     def opening(self, answer: Answer) -> list[str]:
@@ -161,11 +153,11 @@ class CompletionForm:
         last = [_event(self._completion(answer, [], usage=usage(answer)))] if answer.asked.wants_usage else []
         return [*last, "data: [DONE]\n\n"]
 
-    def _choice(self, answer: Answer, piece: Piece | Whole) -> dict[str, Any]:
+    def _choice(self, answer: Answer, piece: Piece) -> dict[str, Any]:
         logprobs = None if answer.asked.alternatives is None else self._logprobs(piece)
         return {"index": piece.choice.index, "text": piece.text, "finish_reason": piece.reason, "logprobs": logprobs}
 
-    def _logprobs(self, piece: Piece | Whole) -> dict[str, Any]:
+    def _logprobs(self, piece: Piece) -> dict[str, Any]:
         names = [token_text(self.tokenizer, token) for token, _ in piece.tokens]
         offsets, place = [], self._said.get(piece.choice.index, 0)
         for name in names:
@@ -180,9 +172,7 @@ class CompletionForm:
 
     def _completion(self, answer: Answer, choices: Sequence[Mapping[str, Any]], **more: Any) -> Any:
         # A chunk has no reason yet, which the type of whole completions does not know.
-        return Completion.model_construct(
-            id=answer.id, object="text_completion", created=answer.created, model=answer.model, choices=choices, **more
-        )
+        return Completion.model_construct(**_head(answer, "text_completion"), choices=choices, **more)
 
 
 class ResponseForm:
@@ -192,10 +182,10 @@ class ResponseForm:
         self._number = 0
         self._items: list[dict[str, Any]] = []
 
-    def whole(self, answer: Answer, texts: list[Whole]) -> str:
-        for piece in texts[0].pieces:
+    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
+        for piece in texts[0]:
             self.piece(answer, piece)
-        return _json(self._response(answer, texts[0].reason))
+        return _json(self._response(answer, texts[0][-1].reason))
 
     def opening(self, answer: Answer) -> list[str]:
         begun = self._response(answer)
@@ -275,7 +265,7 @@ class ResponseForm:
     def _response(self, answer: Answer, reason: Any = None) -> Response:
         why = {"reason": "max_output_tokens"} if reason == "length" else None
         return Response.model_validate({
-            "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.model,
+            "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.asked.model,
             "status": _status(reason), "error": None, "incomplete_details": why, **_tools(answer.asked),
             "output": [] if reason is None else self._items,
             "usage": None if reason is None else _response_usage(answer),

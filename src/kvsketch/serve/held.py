@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.memory import stored_bytes
 from kvsketch.decode.asking import GAP, chat_frame
 from kvsketch.serve.text import Template
 
@@ -24,8 +25,7 @@ def full_cache_bytes(model: Any, tokens: int) -> int:
     total = 0
     for layer in cache.layers:
         window = getattr(layer, "sliding_window", None)
-        kept = min(tokens, window - 1) if window else tokens
-        total += kept * sum(t.nbytes for t in (getattr(layer, n, None) for n in ("keys", "values")) if t is not None)
+        total += (min(tokens, window - 1) if window else tokens) * stored_bytes([layer])
     return total
 
 

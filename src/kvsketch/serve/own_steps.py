@@ -42,24 +42,18 @@ class OwnSteps:
         assert run.token is not None
         with turn_of(self.device):
             if run.step is None and capture and impossible(self.model, run.cache, {}) is None:
-                self._record(run, run.token)
+                own: Any = OwnDraw(run.draw, run.mode)
+                longest = run.cache.tokens_seen + run.ticket.request.max_new_tokens - run.launched + 1
+                run.logits = own.logits
+                run.step = Step(self.model, run.cache, own, run.token, longest, self.fused)
             if run.step is not None:
                 run.step.run()
                 run.token = run.step.token
             else:
-                self._forward(run, run.token)
+                position = torch.full_like(run.token, run.cache.tokens_seen)
+                options: dict[str, Any] = {"position_ids": position} if self.takes_positions else {}
+                out = self.model(run.token.clamp_min(0), past_key_values=run.cache, use_cache=True, **options)
+                run.logits = out.logits[:, -1]
+                run.token = run.draw.choose(run.logits, run.mode)
         assert run.logits is not None
         return Tokens.of([run], run.token, [0], run.logits)
-
-    def _record(self, run: Run, token: Tensor) -> None:
-        left = run.ticket.request.max_new_tokens - run.launched
-        own: Any = OwnDraw(run.draw, run.mode)
-        run.logits = own.logits
-        run.step = Step(self.model, run.cache, own, token, run.cache.tokens_seen + left + 1, self.fused)
-
-    def _forward(self, run: Run, token: Tensor) -> None:
-        position = torch.full_like(token, run.cache.tokens_seen)
-        options: dict[str, Any] = {"position_ids": position} if self.takes_positions else {}
-        out = self.model(token.clamp_min(0), past_key_values=run.cache, use_cache=True, **options)
-        run.logits = out.logits[:, -1]
-        run.token = run.draw.choose(run.logits, run.mode)

@@ -11,7 +11,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal
 from uuid import uuid4
 
 from kvsketch.slots.codes import NotFinite
@@ -159,7 +159,8 @@ class Ticket:
         self._unsure = 0.0  # sum of 1 - p over the tokens
         self._tokens: list[int] = []
         self._changed = threading.Condition()
-        self._cancelled = False
+        self.cancelled = False
+        """Whether somebody has asked to stop; the engine notices before its next step."""
         self._listener: Callable[[int | None], None] | None = None
 
     def __iter__(self) -> Iterator[int]:
@@ -191,14 +192,9 @@ class Ticket:
     def done(self) -> bool:
         return self.finish_reason is not None
 
-    @property
-    def cancelled(self) -> bool:
-        """Whether somebody has asked to stop; the engine notices before its next step."""
-        return self._cancelled
-
     def cancel(self) -> None:
         """Asks the engine to stop. Does not wait; no effect on an answer that has ended."""
-        self._cancelled = True
+        self.cancelled = True
 
     def wait(self, timeout: float | None = None) -> bool:
         """Waits for the end of the answer; whether it has come."""
@@ -227,7 +223,7 @@ class Ticket:
                 self._listener(token)
         except Exception:
             # Whoever listened has gone, such as an event loop that is closed.
-            self._listener, self._cancelled = None, True
+            self._listener, self.cancelled = None, True
 
     def put(self, token: int, likely: Likely | None = None) -> None:
         """For engines: one more token."""
@@ -245,8 +241,6 @@ class Ticket:
 
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """For engines: the answer has ended. The first call counts."""
-        if reason not in get_args(FinishReason):
-            raise ValueError(f"finish_reason must be one of {', '.join(get_args(FinishReason))}, not {reason!r}")
         with self._changed:
             if self.finish_reason is not None:
                 return

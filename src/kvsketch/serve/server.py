@@ -12,7 +12,6 @@ from typing import Any
 import psutil
 import torch
 import uvicorn
-from torch import Tensor
 
 from kvsketch import models
 from kvsketch.cache.memory import in_tokens
@@ -22,8 +21,8 @@ from kvsketch.methods import Method
 from kvsketch.serve import connections
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
+from kvsketch.serve.documents import MOST_BYTES, DocumentStore
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
-from kvsketch.serve.files import SENT, Limits
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.sample_text import SAMPLE_TEXT
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
@@ -56,7 +55,11 @@ def start_service(
     `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     """
     asked = in_tokens(method, model)
-    parsed = asked if rows == 1 or alone(model, asked) else with_bits(model, asked, _sample(tokenizer, asked))
+    parsed = asked
+    if rows != 1 and not alone(model, asked):
+        # The tokens that choose the bits of all rows, where the method chooses any.
+        sample = tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"] if asked.stored_bits.auto else None
+        parsed = with_bits(model, asked, sample)
     longest = longest_context(model, parsed, memory)
     fitting, held = rows, None
     if rows is None or (rows > 1 and parsed.ragged and memory is not None):
@@ -68,10 +71,11 @@ def start_service(
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
     chats = memory or _quarter(model)
     engine = BatchedEngine(model, parsed, documents=True, chat_bytes=chats, **options, **reading)
-    return Service(
-        model, tokenizer, name, parsed, engine, folder=folder, memory=memory, whole_below=whole_below,
-        answer_seconds=answer_seconds, span_shares=span_shares, **reading,
+    documents = DocumentStore(
+        folder or models.home() / "documents", model, tokenizer, parsed, name=name, most_tokens=longest,
+        most_bytes=memory or MOST_BYTES, whole_below=whole_below, **reading,
     )  # fmt: skip
+    return Service(engine, documents, longest, answer_seconds=answer_seconds, span_shares=span_shares)
 
 
 def application(
@@ -103,11 +107,6 @@ def model_name(spec: str) -> str:
     if not path.exists():
         return spec
     return path.stem if path.is_file() else path.resolve().name
-
-
-def _sample(tokenizer: Any, method: Method) -> Tensor | None:  # [1, n]
-    """The tokens that choose the bits of all rows; None where the method chooses none."""
-    return tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"] if method.stored_bits.auto else None
 
 
 def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None) -> tuple[int, int | None]:
@@ -151,14 +150,13 @@ class Server:
         api_key: str | None = None,
         largest_body: int = LARGEST_BODY,
         drain: int = 60,
-        pdf: Limits = SENT,
         patience: Patience | None = None,
         cors: Sequence[str] = (),
         bound: socket.socket | None = None,
     ) -> None:
         """`bound`: that of `bind(host, port)`, for those who tried the address first."""
         self.service = service
-        app = create_app(service, api_key=api_key, largest_body=largest_body, pdf=pdf, cors=cors)
+        app = create_app(service, api_key=api_key, largest_body=largest_body, cors=cors)
         # A connection that became a WebSocket would leave the limits behind.
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on", ws="none",
@@ -169,17 +167,15 @@ class Server:
         self.address = f"http://{f'[{host}]' if ':' in host else host}:{self._socket.getsockname()[1]}"
 
     def run(self) -> None:
-        """Serves until a signal; running answers are finished first."""
-        self._log()
-        self._server.run(sockets=[self._socket])
-
-    def _log(self) -> None:
-        """Requests and what goes wrong, a line each, to standard error."""
+        """Serves until a signal; running answers are finished first. Requests and what goes wrong are told on standard
+        error, a line each.
+        """
         log, handler = logging.getLogger("kvsketch.serve"), logging.StreamHandler()
         handler.setFormatter(logging.Formatter("%(asctime)s %(message)s", "%Y-%m-%d %H:%M:%S"))
         log.setLevel(logging.INFO)
         log.addHandler(handler)
         log.propagate = False
+        self._server.run(sockets=[self._socket])
 
 
 def _usual_patience(service: Service) -> Patience:

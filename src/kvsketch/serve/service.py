@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 from uuid import uuid4
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.defaults import CHUNK
 from kvsketch.methods import Method
-from kvsketch.models import files
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.grammar import NEEDS, Grammars, Guide
@@ -55,25 +53,23 @@ class Choice:
 
 @dataclass
 class Answer:
-    """An accepted request: its prompts, each with `each` texts that grow from it."""
+    """An accepted request, and the texts that grow from its prompts."""
 
+    asked: Asked
     choices: list[Choice]
-    each: int
-    model: str
     id: str
     created: int
-    asked: Asked
     seconds: float = ANSWER_SECONDS  # that it may take, from the request to the last token
 
     @property
     def prompt_tokens(self) -> int:
         """Those of a prompt count once, however many texts continue it."""
-        return sum(choice.ticket.prompt_tokens for choice in self.choices[:: self.each])
+        return sum(choice.ticket.prompt_tokens for choice in self.choices[:: self.asked.n or 1])
 
     @property
     def cached_tokens(self) -> int:
         """Those of them that were not read: of a document, or of earlier turns of a chat."""
-        return sum(choice.ticket.cached_tokens for choice in self.choices[:: self.each])
+        return sum(choice.ticket.cached_tokens for choice in self.choices[:: self.asked.n or 1])
 
     @property
     def tokens(self) -> int:
@@ -102,50 +98,36 @@ class Answer:
 class Service:
     """Everything a server holds beside its connections.
 
-    memory: bytes that the cache of a running request may take; None: as many as the model has positions for.
-    whole_below: documents of fewer tokens that name no method are kept whole.
     answer_seconds: how long an answer may take, its wait in the queue included; then it ends with an error.
     span_shares: how small spans of chats become, by their kind (`spans`); empty: chats are read anew at each turn.
     """
 
     def __init__(
         self,
-        model: Any,
-        tokenizer: Any,
-        name: str,
-        method: Method,
         engine: BatchedEngine,
+        documents: DocumentStore,
+        context: int,
         *,
-        folder: Path | None = None,
-        memory: int | None = None,
-        prefill: str = "exact",
-        chunk: int = CHUNK,
-        whole_below: int = 0,
         answer_seconds: float = ANSWER_SECONDS,
         span_shares: Mapping[str, str] | None = None,
     ) -> None:
-        self.span_shares = dict(span_shares or {})
-        self.model, self.tokenizer, self.name, self.method, self.engine = model, tokenizer, name, method, engine
-        self.template = Template(tokenizer)
-        self.grammars = Grammars(tokenizer, model.get_output_embeddings().weight.shape[0], self._ends())
-        self.context = longest_context(model, self.method, memory)
+        self.engine, self.documents, self.context = engine, documents, context
+        self.model, self.tokenizer = documents.model, documents.tokenizer
+        self.name, self.method = documents.name, documents.method
+        self.answer_seconds, self.span_shares = answer_seconds, dict(span_shares or {})
+        self.template = Template(self.tokenizer)
+        self.grammars = Grammars(self.tokenizer, self.model.get_output_embeddings().weight.shape[0], self._ends())
         self.created = int(time.time())
-        self.answer_seconds = answer_seconds
-        if unused := unused_settings(model):
-            log.warning("generation settings of %s that are not applied: %s", name, unused)
-        held: dict[str, Any] = {} if memory is None else {"most_bytes": memory}
-        self.documents = DocumentStore(
-            folder or files.home() / "documents", model, tokenizer, self.method,
-            name=name, most_tokens=self.context, whole_below=whole_below, prefill=prefill, chunk=chunk, **held,
-        )  # fmt: skip
-        self.metrics = Metrics(engine.state, self._statuses)
+        if unused := unused_settings(self.model):
+            log.warning("generation settings of %s that are not applied: %s", self.name, unused)
+        self.metrics = Metrics(engine.state, lambda: Counter(each.status for each in documents.documents()))
         self._mean_seconds = 1.0
         self.stopping = False
         """Whether what can be broken off should be."""
 
     # requests
 
-    def chat(self, asked: ChatAsked) -> Answer:
+    def chat(self, asked: ChatAsked, prefix: str = "chatcmpl-") -> Answer:
         """Starts the answer to a conversation; ApiError where that cannot be."""
         model, _, suffix = asked.model.partition(BETWEEN)
         self._require_model(model)
@@ -158,7 +140,7 @@ class Service:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
         compaction = self._compaction(asked, messages, number)
-        answer = self._start(asked, [ids], "chatcmpl-", document, self._guide(asked), compaction)
+        answer = self._start(asked, [ids], prefix, document=document, guide=self._guide(asked), compaction=compaction)
         if asked.offered:
             names = {tool["function"]["name"] for tool in asked.offered}
             for choice in answer.choices:
@@ -180,9 +162,7 @@ class Service:
 
     def response(self, asked: ResponseAsked) -> Answer:
         """The same for the newer endpoint."""
-        answer = self.chat(asked.chat())
-        answer.id = answer.id.replace("chatcmpl-", "resp_")
-        return answer
+        return self.chat(asked.chat(), "resp_")
 
     def _guide(self, asked: ChatAsked) -> Callable[[], Guide] | None:
         """What follows the grammar that an answer is to have; None: it is free."""
@@ -211,30 +191,18 @@ class Service:
             raise ApiError(400, f"prompt: token ids must be from 0 to {most - 1}", "invalid_value", "prompt")
         return self._start(asked, prompts, "cmpl-")
 
-    def _start(
-        self,
-        asked: Asked,
-        prompts: list[list[int]],
-        prefix: str,
-        document: CompressedCache | None = None,
-        guide: Callable[[], Guide] | None = None,
-        compaction: Compaction | None = None,
-    ) -> Answer:
-        requests = [
-            replace(self._request(asked, ids, document, number), guide=guide, compaction=compaction)
-            for ids in prompts
-            for number in range(asked.n or 1)
-        ]
+    def _start(self, asked: Asked, prompts: list[list[int]], prefix: str, **own: Any) -> Answer:
+        """Starts `asked.n` texts for each of the prompts; `own`: fields of their requests."""
+        requests = [self._request(asked, number, ids, **own) for ids in prompts for number in range(asked.n or 1)]
         choices = [
             Choice(index, ticket, GrowingText(self.tokenizer, asked.stops))
             for index, ticket in enumerate(self._submit_all(requests))
         ]
-        return Answer(
-            choices, asked.n or 1, asked.model, prefix + uuid4().hex, int(time.time()), asked,
-            seconds=self.answer_seconds,
-        )  # fmt: skip
+        return Answer(asked, choices, prefix + uuid4().hex, int(time.time()), self.answer_seconds)
 
-    def _request(self, asked: Asked, ids: list[int], document: CompressedCache | None, number: int) -> Request:
+    def _request(
+        self, asked: Asked, number: int, ids: list[int], document: CompressedCache | None = None, **own: Any
+    ) -> Request:
         """What the engine is to do for the text with this number of a prompt; each draws from a seed of its own."""
         param = "messages" if isinstance(asked, ChatAsked) else "prompt"
         if not ids:
@@ -255,6 +223,7 @@ class Service:
             document=document,
             logprobs=asked.alternatives,
             doubt=True,
+            **own,
             **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
         )
 
@@ -301,9 +270,8 @@ class Service:
     def _usual(self) -> dict[str, Any]:
         """How requests that do not say it choose their tokens: as the model's generation settings do."""
         config = self.model.generation_config
-        usual = {name: getattr(config, name) for name in TASTE if getattr(config, name) is not None}
-        if not config.do_sample:
-            usual = {name: value for name, value in usual.items() if name == "repetition_penalty"}
+        names = TASTE if config.do_sample else ("repetition_penalty",)
+        usual = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
         return {"temperature": 1.0, **usual}
 
     def _ends(self) -> frozenset[int]:
@@ -321,12 +289,6 @@ class Service:
             raise ApiError(409, str(error), "document_not_ready", "document", retry_after=SOON) from None
         except (ValueError, OSError) as error:
             raise ApiError(409, str(error), "document_unusable", "document") from None
-
-    def _statuses(self) -> dict[str, int]:
-        result: dict[str, int] = {}
-        for document in self.documents.documents():
-            result[document.status] = result.get(document.status, 0) + 1
-        return result
 
     def models(self) -> list[dict[str, Any]]:
         """The model, and once more with each document that is ready."""

@@ -73,7 +73,7 @@ def parts_of(
 ) -> list[Part]:
     """The parts of a rendered chat, in their order; a text that is not found ends the search."""
     frames = _frames(template, messages, tools)
-    result = _tools(template, text, messages) if tools else []
+    result: list[Part] = []
     at = 0
     for (number, frame), following in zip(frames, [frame for _, frame in frames[1:]] + [""], strict=True):
         if number is None:
@@ -84,7 +84,11 @@ def parts_of(
         begin += len(frame)
         at = end = _end(text, begin, messages[number]["content"], following)
         result += _spoken(text, Part(messages[number]["role"], begin, end, number))
-    return sorted(_apart(result), key=lambda part: part.begin)
+    # What the template writes because there are tools may lie within a message.
+    tool = _tools(template, text, messages) if tools else Part("tools", 0, 0, -1)
+    before = [part._replace(end=min(part.end, tool.begin)) for part in result]
+    behind = [part._replace(begin=max(part.begin, tool.end)) for part in result]
+    return sorted((part for part in (*before, tool, *behind) if part.end > part.begin), key=lambda part: part.begin)
 
 
 def _frames(
@@ -115,13 +119,13 @@ def _end(text: str, begin: int, content: str, following: str) -> int:
     return end if end >= 0 else len(text)
 
 
-def _tools(template: Template, text: str, messages: Sequence[Message]) -> list[Part]:
+def _tools(template: Template, text: str, messages: Sequence[Message]) -> Part:
     """What the template writes because there are tools: where the rendering without them differs."""
     plain = template.text(messages)
     most = min(len(text), len(plain))
     before = next((n for n in range(most) if text[n] != plain[n]), most)
     behind = next((n for n in range(most - before) if text[-1 - n] != plain[-1 - n]), most - before)
-    return [Part("tools", before, len(text) - behind, -1)]
+    return Part("tools", before, len(text) - behind, -1)
 
 
 def _spoken(text: str, part: Part) -> list[Part]:
@@ -133,18 +137,3 @@ def _spoken(text: str, part: Part) -> list[Part]:
         result += [part._replace(begin=at, end=thought.start(1)), Part("thinking", *thought.span(1), part.message)]
         at = thought.end(1)
     return [*result, part._replace(begin=at)]
-
-
-def _apart(parts: Sequence[Part]) -> list[Part]:
-    """Parts without what another one, that of the tools, has of them; empty ones go."""
-    tools = [part for part in parts if part.kind == "tools"]
-    result = list(tools)
-    for part in parts:
-        if part.kind == "tools":
-            continue
-        for tool in tools:
-            if part.begin < tool.end and tool.begin < part.end:
-                result.append(part._replace(end=max(part.begin, tool.begin)))
-                part = part._replace(begin=min(part.end, tool.end))
-        result.append(part)
-    return [part for part in result if part.end > part.begin]

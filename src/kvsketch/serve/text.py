@@ -36,9 +36,11 @@ class Template:
 
     def text(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> str:
         """The text of `chat`."""
-        if not self._knows_tools:
+        template = str(self.tokenizer.chat_template or "")
+        # A template may show tools, and their calls in the form that `tools.Calls` reads.
+        if OPEN not in template or "tools" not in template:
             messages, tools = in_words(messages, tools), ()
-        if not self.tokenizer.chat_template:
+        if not template:
             return _without_template(messages)
         return self._rendered(messages, tools)
 
@@ -48,12 +50,6 @@ class Template:
             return []
         plain = not self.tokenizer.chat_template
         return list(self.tokenizer(text, add_special_tokens=plain, return_offsets_mapping=True)["offset_mapping"])
-
-    @property
-    def _knows_tools(self) -> bool:
-        """Whether the template shows tools, and their calls in the form that `tools.Calls` reads."""
-        template = str(self.tokenizer.chat_template or "")
-        return OPEN in template and "tools" in template
 
     def after_document(self, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = ()) -> list[int]:
         """A conversation about a document that a cache has read: what comes behind the document.

@@ -29,25 +29,9 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
-from kvsketch.integrations.vllm import layers
+from kvsketch.integrations.vllm import layers, settings
 from kvsketch.integrations.vllm.page_book import PageBook
 from kvsketch.integrations.vllm.paged import PagedLayer
-from kvsketch.integrations.vllm.settings import (
-    bound_captures,
-    chosen_method,
-    document_method,
-    documents_asked,
-    one_request,
-    rank_of,
-    refuse_bits,
-    refuse_config,
-    refuse_files,
-    refuse_layer,
-    refuse_pages,
-    refuse_shelf,
-    refuse_windows,
-    rotary_angles,
-)
 from kvsketch.integrations.vllm.together import NOBODY, Together
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots.pages import CLOCK, Pages, Planes
@@ -164,8 +148,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
     @staticmethod
     def _ends(common: CommonAttentionMetadata) -> list[int]:
         known = common.seq_lens_cpu_upper_bound
-        ends: list[int] = (common.seq_lens if known is None else known)[: common.num_reqs].tolist()
-        return ends
+        return (common.seq_lens if known is None else known)[: common.num_reqs].tolist()
 
     def _requests(self, common: CommonAttentionMetadata, lengths: list[int], last: list[int]) -> tuple[Tensor, Tensor]:
         """`pages` and `seen` of a step; `last`: the pages of the one before."""
@@ -277,8 +260,8 @@ class KVSketchImpl(AttentionImpl[Any]):
         if asked.get("sliding_window") is None:
             return super().__new__(cls, *given, **named)
         config = get_current_vllm_config()
-        refuse_config(config)
-        refuse_windows(config)
+        settings.refuse_config(config)
+        settings.refuse_windows(config)
         own = layers.own_backend(
             config, head_size=asked["head_size"], dtype=torch.get_default_dtype(),
             kv_cache_dtype=asked["kv_cache_dtype"], has_sink=asked.get("sinks") is not None,
@@ -307,9 +290,9 @@ class KVSketchImpl(AttentionImpl[Any]):
         self.config = get_current_vllm_config()
         self.options = {"softcap": logits_soft_cap, "sink_logits": sinks}  # the weights of sinks are loaded later
         self._begin()
-        refuse_config(self.config)
+        settings.refuse_config(self.config)
         model_dtype = str(torch.get_default_dtype()).removeprefix("torch.")
-        refuse_layer(
+        settings.refuse_layer(
             alibi_slopes=alibi_slopes,
             kv_sharing_target_layer_name=kv_sharing_target_layer_name,
             attn_type=None if attn_type == AttentionType.DECODER else attn_type,
@@ -319,8 +302,8 @@ class KVSketchImpl(AttentionImpl[Any]):
 
     def _begin(self) -> None:
         """Reads the method."""
-        self.method = chosen_method(self.config.additional_config)
-        refuse_bits(self.method, self.head_size)
+        self.method = settings.chosen_method(self.config.additional_config)
+        settings.refuse_bits(self.method, self.head_size)
         if self.config.cache_config.enable_prefix_caching:
             logger.warning_once(
                 "kvsketch: prefix caching finds nothing, for a compressed page belongs to one request; "
@@ -343,12 +326,12 @@ class KVSketchImpl(AttentionImpl[Any]):
         model, parallel = self.config.model_config, self.config.parallel_config
         heads = model.get_total_num_kv_heads() * get_tensor_model_parallel_rank() // parallel.tensor_parallel_size
         index, total = extract_layer_index(name), model.get_total_num_hidden_layers()
-        rank, compressed = rank_of(index, total, getattr(model.hf_text_config, "layer_types", None))
+        rank, compressed = settings.rank_of(index, total, getattr(model.hf_text_config, "layer_types", None))
         place = Place(index, total, rank=rank, compressed_layers=compressed, first_head=heads)
         block_size = int(self.method.budget_size.of(CLOCK)) + 1
         place.bits = self.method.stored_bits
         if isinstance(self.method, WaitingMethod):
-            place.rotary = rotary_angles(self.method, model.hf_text_config)
+            place.rotary = settings.rotary_angles(self.method, model.hf_text_config)
             self._join(self.method, layer, ours, place, block_size)
         else:
             self.layer = PagedLayer(self.method, place, self.scale, self.options)
@@ -373,8 +356,8 @@ class KVSketchImpl(AttentionImpl[Any]):
         size, outside = sizes[0] if self.together else sum(sizes), 0
         if layers.hand_over(self.config, KVSketchBackend):
             outside, requests = size, self.config.scheduler_config.max_num_seqs
-            refuse_pages(str(self.method), requests, size, free)
-            refuse_shelf(self.config)
+            settings.refuse_pages(str(self.method), requests, size, free)
+            settings.refuse_shelf(self.config)
             book = PageBook(requests, size, torch.device(self.config.device_config.device_type))
             block, one_group = layers.beside(self.config, ours)
             first = None if one_group else next(iter(ours))
@@ -383,19 +366,19 @@ class KVSketchImpl(AttentionImpl[Any]):
                 layer.attn_backend.outside = block
                 # All have one block of a request, in one group of vLLM or that of the first.
                 layer.kv_sharing_target_layer_name = None if name == first else first
-        if self.together is not None and (asked := documents_asked(self.config)) is not None:
-            refuse_files(self.config, asked)
+        if self.together is not None and (asked := settings.documents_asked(self.config)) is not None:
+            settings.refuse_files(self.config, asked)
             self.together.config = self.config.model_config.hf_text_config
-            free = self.together.open_shelf(document_method(self.method, asked), asked.count, free)
+            free = self.together.open_shelf(settings.document_method(self.method, asked), asked.count, free)
         pages, others = layers.shares(self.config, outside)
-        logger.info_once(one_request(str(self.method), self.config.model_config.max_model_len, pages, others))
-        bound_captures(self.config.compilation_config, pages.nbytes + others.nbytes - outside, free)
+        logger.info_once(settings.one_request(str(self.method), self.config.model_config.max_model_len, pages, others))
+        settings.bound_captures(self.config.compilation_config, pages.nbytes + others.nbytes - outside, free)
 
     def _join(self, method: WaitingMethod, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
         """The first layer has the pages, the others share them."""
         name, first = next(iter(ours.items()))
         if layer is first:
-            self.together = Together(method, shares=documents_asked(self.config) is not None)
+            self.together = Together(method, shares=settings.documents_asked(self.config) is not None)
             shape = self.together.shape(
                 len(ours), self.num_kv_heads, self.num_heads, self.head_size, layer.head_size_v,
                 layer.kv_cache_torch_dtype, self.config.model_config.max_model_len,

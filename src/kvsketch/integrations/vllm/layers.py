@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -49,19 +48,13 @@ class RequestSpec(CircularBufferSpec):
 
 def own_backend(config: VllmConfig, **asked: Any) -> type[AttentionBackend]:
     """The attention backend that vLLM chooses for a layer where none is named."""
-    with _nothing_chosen(config):
-        chosen: type[AttentionBackend] = get_attn_backend(use_mm_prefix=config.model_config.is_mm_prefix_lm, **asked)
-    return chosen
-
-
-@contextmanager
-def _nothing_chosen(config: VllmConfig) -> Iterator[None]:
     attention = config.attention_config
-    chosen, attention.backend = attention.backend, None
+    named, attention.backend = attention.backend, None
     try:
-        yield
+        chosen: type[AttentionBackend] = get_attn_backend(use_mm_prefix=config.model_config.is_mm_prefix_lm, **asked)
     finally:
-        attention.backend = chosen
+        attention.backend = named
+    return chosen
 
 
 def hand_over(config: VllmConfig, backend: type[AttentionBackend]) -> bool:

@@ -31,10 +31,6 @@ class PagedLayer:
     options: dict[str, Any] = field(default_factory=dict)  # softcap and sink_logits of its attention
 
     @property
-    def plain(self) -> bool:
-        return all(option is None for option in self.options.values())
-
-    @property
     def slots(self) -> int:
         """Slots of a page: what the method keeps of a long prompt, and one for the next token."""
         table = self._empty()
@@ -82,7 +78,8 @@ class PagedLayer:
         # All pages of a layer have the size that a long prompt leaves there, however long this one is.
         table.append(keys, values, CLOCK if self.method.shaped_by_prompt else None)
         table.note(scale=self.scale)
-        table.note_attention(row_lse if self.method.wants_row_lse and self.plain else None)
+        plain = all(option is None for option in self.options.values())
+        table.note_attention(row_lse if self.method.wants_row_lse and plain else None)
         self.method.compress(table, query)
         pages.put(page, table.bound(self.slots - 1) if table.exact else table.bounded)
         return attended[0].transpose(0, 1)

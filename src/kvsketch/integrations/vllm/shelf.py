@@ -24,7 +24,7 @@ from kvsketch.cache import document
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
-from kvsketch.slots.table import BoundedTable, SlotTable
+from kvsketch.slots.table import BoundedTable
 
 
 class Rotation(NamedTuple):
@@ -77,10 +77,6 @@ class Shelf:
         slots = method.budget_size.tokens
         assert slots is not None
         return replace(page, slots=slots, room=0, shares=False)
-
-    def put(self, place: int, tables: Sequence[SlotTable]) -> None:
-        """Lays a document that was just read into its place."""
-        self.pages.put(place, tables)
 
     def beside(self, uses: Tensor, dtype: torch.dtype) -> Beside:
         """The documents of B rows; uses [B, 3]: place, tokens before the row's own, positions to rotate by.

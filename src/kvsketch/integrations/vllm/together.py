@@ -152,7 +152,7 @@ class Together:
         self.writers.clear()
         try:
             device = self.shelf.pages.planes["kept"].device
-            self.shelf.put(place, read(path, self.config, self.shelf.method, device))
+            self.shelf.pages.put(place, read(path, self.config, self.shelf.method, device))
         except (ValueError, OSError) as error:
             log.warning("kvsketch: a document cannot be read: %s", error)
             return False
@@ -166,7 +166,7 @@ class Together:
         """A prompt that was read as a document lies on the shelf, and its request continues it."""
         assert self.shelf is not None
         place = stored.place
-        self.shelf.put(place, tables)
+        self.shelf.pages.put(place, tables)
         if stored.path is not None:
             bounded = [table.bounded for table in tables]
             self.writers.append(write(stored.path, self.config, self.shelf.method, bounded, stored.digest))
