@@ -60,8 +60,7 @@ def clustered(count: int, centers: int, size: int = 4, spread: float = 0.1, seed
 
 
 def plan_of(sketch: Sketch) -> Tensor:
-    zero = torch.zeros_like(sketch.samples)
-    return torch.stack([zero, zero, zero, sketch.samples, sketch.clusters, sketch.per_cluster], 1)
+    return torch.cat([torch.zeros_like(sketch.sizes), sketch.sizes], 1)
 
 
 def numerator(sketch: Sketch, query: Tensor, coalesce: bool = True) -> Tensor:  # [H, Dv]

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.balancekv.merge_reduce import merge_and_reduce, softmax_balance, theory_c
+from kvsketch.methods.balancekv.merge_reduce import draws, half_of, merge_and_reduce, theory_c
 from kvsketch.ops.balance_walk.reference import normalized_gram, walk_blocks
 from kvsketch.ops.random import initial_state
 
@@ -29,6 +29,22 @@ def one_block(count: int) -> Tensor:
 
 
 # SoftmaxBalance
+
+
+def softmax_balance(
+    k: Tensor,
+    v: Tensor | None,
+    slots: Tensor,
+    scale: float,
+    ids: Tensor | None = None,
+    state: int = 0,
+    walk: str = "random",
+    exact: bool = False,
+) -> Tensor:
+    """Which tokens of each batch stay, as form=paper keeps them; `exact`: as form=stream does."""
+    ids = torch.arange(slots.shape[2]).expand(slots.shape[:3]) if ids is None else ids
+    signs = ops.balance_walk(k, v, slots, scale, ids=ids, state=state, walk=walk, center=False)
+    return half_of(signs, draws(state, 0, ids) if exact else None)
 
 
 @pytest.mark.parametrize("constant", [0.0, 0.5])

@@ -56,7 +56,7 @@ def brute_force(run: Run, query: Tensor, row: int, head: int) -> set[int]:
         return float(torch.maximum(q * keys[page].amin(0), q * keys[page].amax(0)).sum())
 
     budget = run.method.budget_tokens(run.table)
-    count = len(pages) if run.table.seen - run.padding[row] - 1 <= budget else run.method.pages_read(budget)
+    count = len(pages) if run.table.seen - run.padding[row] - 1 <= budget else max(3, budget // run.method.page)
     best = sorted(pages[:-1], key=bound, reverse=True)[: count - 1]
     return {token for page in [*best, pages[-1]] for token in page}
 

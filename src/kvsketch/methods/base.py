@@ -209,7 +209,13 @@ class BudgetedMethod(Method):
             raise ValueError(f"{self.name}: positions=cache is refused, {self.placeless}; use positions=text")
         budget = Size.parse(self.budget, f"{self.name}: budget")
         recent = Size.parse(self.recent, f"{self.name}: recent", smallest=0)
-        self._require_bytes(budget)
+        if self.bytes in (None, "None"):
+            self._set("bytes", None)
+        else:
+            share = Size.parse(cast(str, self.bytes), f"{self.name}: bytes")
+            self._set("bytes", share)
+            self._require("bytes", share.share is not None, "a share such as 1/8")
+            self._require("budget", budget == Size.parse(type(self).budget), "no budget beside bytes")
         self._set("budget", budget)
         self._set("recent", recent)
         self._require_whole("sinks", least=0, unit="tokens")
@@ -221,16 +227,6 @@ class BudgetedMethod(Method):
                     f"{self.name}: budget={budget} cannot hold {self.sinks} sinks and a recent window of {recent}; "
                     f"use budget={least} or more, or smaller sinks and recent"
                 )
-
-    def _require_bytes(self, budget: Size) -> None:
-        """Reads `bytes`, which stands in place of the budget."""
-        if self.bytes in (None, "None"):
-            self._set("bytes", None)
-            return
-        share, usual = Size.parse(cast(str, self.bytes), f"{self.name}: bytes"), type(self).budget
-        self._set("bytes", share)
-        self._require("bytes", share.share is not None, "a share such as 1/8")
-        self._require("budget", budget == Size.parse(usual), "no budget beside bytes")
 
     def for_bytes(self, share: Fraction) -> Self:
         """The method as it is best for a share of the bytes, where nothing else was asked for."""

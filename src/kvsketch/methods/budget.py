@@ -37,25 +37,20 @@ class Size:
         """Reads `value`; raises ValueError with the valid forms when it is none of them."""
         if isinstance(value, Size):
             return value
-        if isinstance(value, bool) or not isinstance(value, (int, str)):
-            raise ValueError(f"{name}={value!r} is not a size; use {FORMS}")
-        if isinstance(value, int):
+        text = value.strip() if isinstance(value, str) else ""
+        if re.fullmatch(r"[+-]?\d+", text):
+            value = int(text)
+        if isinstance(value, int) and not isinstance(value, bool):
             if value < smallest:
                 raise ValueError(f"{name}={value} is too small; use at least {smallest} token(s), or {FORMS}")
             return cls(tokens=value)
-        return cls._parse_text(value.strip(), name, smallest)
-
-    @classmethod
-    def _parse_text(cls, text: str, name: str, smallest: int) -> Size:
-        if re.fullmatch(r"[+-]?\d+", text):
-            return cls.parse(int(text), name, smallest)
         share: Fraction | None = None
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):
             share = Fraction(match[1]) / 100
         elif match := re.fullmatch(r"(\d+)\s*/\s*(\d+)", text):
             share = Fraction(int(match[1]), int(match[2])) if int(match[2]) else None
         if share is None:
-            raise ValueError(f"{name}={text!r} is not a size; use {FORMS}")
+            raise ValueError(f"{name}={text or value!r} is not a size; use {FORMS}")
         if not 0 < share <= 1:
             raise ValueError(f"{name}={text!r} is outside (0, 100%]; use {FORMS}")
         return cls(share=share)

@@ -44,6 +44,7 @@ class Expected(WaitingMethod):
     continues: ClassVar[bool] = True
     placeless: ClassVar[str] = "for it expects queries at the distances of the text"
     no_latents: ClassVar[str] = "it weighs a token by the norm of its value in each head"
+    needs_angles: ClassVar[tuple[str, str]] = ("rotates queries", "kvzip")
 
     recent: Size | int | str = 0
     share: str = HEAD
@@ -51,10 +52,6 @@ class Expected(WaitingMethod):
     future: int = option(512, "positions over which the rotation of queries to come is averaged")
     epsilon: float = option(0.0, "added to the expected attention before the value's norm weighs it")
     bits: int | str = 16
-
-    @property
-    def needs_angles(self) -> tuple[str, str]:
-        return "rotates queries", "kvzip"
 
     def __post_init__(self) -> None:
         super().__post_init__()

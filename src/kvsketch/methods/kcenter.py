@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -17,32 +17,10 @@ from kvsketch.methods.parameters import option
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import gather_slots
 
 WEIGHTS = ("none", "count")
 GROWTH = 256  # slots added at a time where generated tokens never go
-
-
-class Stored(NamedTuple):
-    """The tokens a table holds, in position order."""
-
-    slot: Tensor | None  # [B, H, S] their slots; None: the slots are in that order already
-    keys: Tensor  # [B, H, S, D]
-    position: Tensor  # [B, H, S], negative: no token
-
-    @classmethod
-    def of(cls, table: SlotTable) -> Stored:
-        position = table.position_slots()
-        if table.exact:
-            return cls(None, table.key_slots(), position)
-        position, slot = position.sort(-1)
-        keys = table.key_slots()
-        return cls(slot, keys.gather(2, slot.unsqueeze(-1).expand(-1, -1, -1, keys.shape[-1])), position)
-
-    def in_order(self, state: Tensor) -> Tensor:
-        return state if self.slot is None else state.gather(2, self.slot)
-
-    def slots(self, chosen: Tensor) -> Tensor:
-        return chosen if self.slot is None else torch.where(chosen < 0, -1, self.slot.gather(2, chosen.clamp_min(0)))
 
 
 @dataclass(frozen=True)
@@ -114,35 +92,32 @@ class KCenter(BudgetedMethod):
 
     def _choose(self, table: SlotTable, budget: int) -> None:
         """Becomes a bounded table of centers and recent window, in position order."""
-        stored = Stored.of(table)
+        position, keys = table.position_slots(), table.key_slots()
+        slot: Tensor | None = None  # where the tokens of the positions lie, unless in their order
+        if not table.exact:
+            position, slot = position.sort(-1)
+            keys = gather_slots(keys, slot)
         rows, _, window = self.row_budget(table)
         # A row's own budget may be shorter than the window.
-        window, widest = _smaller(rows, window), min(budget, self.recent_size.of(budget))
-        old = (stored.position >= 0) & (stored.position < table.real_tokens() - window)
-        centers = ops.farthest_first(
-            stored.keys, budget - widest, valid=old, given=max(1, self.sinks), form=self.form
-        ).index  # fmt: skip
+        window, widest = where(rows < window, rows, window), min(budget, self.recent_size.of(budget))
+        old = (position >= 0) & (position < table.real_tokens() - window)
+        given = max(1, self.sinks)
+        centers = ops.farthest_first(keys, budget - widest, valid=old, given=given, form=self.form).index
         if isinstance(rows, Tensor):
             # The centers of a smaller budget are the first ones of a larger one.
             centers = centers.masked_fill(torch.arange(centers.shape[2], device=centers.device) >= rows - window, -1)
         newest = torch.arange(old.shape[2] - widest, old.shape[2], device=centers.device).expand(*centers.shape[:2], -1)
-        recent = torch.where(old.gather(2, newest) | (stored.position.gather(2, newest) < 0), -1, newest)
+        recent = torch.where(old.gather(2, newest) | (position.gather(2, newest) < 0), -1, newest)
         chosen, order = torch.cat([centers, recent], -1).sort(-1)
         weights = None
         if self.weights == "count" and centers.shape[2] > 0:
             held = table.log_weights()[1]
-            present = stored.in_order(torch.zeros(table.shape, device=centers.device) if held is None else held)
-            counted = _counted(stored.keys, centers, torch.where(old, present.exp(), 0.0))
+            present = torch.zeros(table.shape, device=centers.device) if held is None else held
+            present = present if slot is None else present.gather(2, slot)
+            nearest, mass = ops.nearest_center(keys, centers), torch.where(old, present.exp(), 0.0)
+            counted = torch.zeros_like(centers, dtype=torch.float32).scatter_add_(2, nearest, mass).clamp_min(1.0).log()
             weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)
-        table.rebuild(stored.slots(chosen), budget, weights)
+        if slot is not None:
+            chosen = torch.where(chosen < 0, -1, slot.gather(2, chosen.clamp_min(0)))
+        table.rebuild(chosen, budget, weights)
         close_slots(table, rows)
-
-
-def _smaller(one: Tokens, other: Tokens) -> Tokens:
-    return where(one < other, one, other)
-
-
-def _counted(keys: Tensor, centers: Tensor, mass: Tensor) -> Tensor:  # [B, H, m]
-    """Log of the mass [B, H, S] of the keys nearest to each center."""
-    place = ops.nearest_center(keys, centers)
-    return torch.zeros_like(centers, dtype=torch.float32).scatter_add_(2, place, mass).clamp_min(1.0).log()

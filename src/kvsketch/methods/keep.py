@@ -40,7 +40,8 @@ class EvictingMethod(BudgetedMethod):
         return None
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        bound_to_budget(table, self)
+        if table.length <= self.budget_tokens(table):
+            bound_to_budget(table, self)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         self.observe(table, queries)

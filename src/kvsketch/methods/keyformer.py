@@ -74,14 +74,11 @@ class Keyformer(H2O):
 
     def worth(self, table: SlotTable) -> Tensor:
         score = super().worth(table)
-        return score if self.compat == "intended" else self._frozen(table, score)
-
-    def _frozen(self, table: SlotTable, score: Tensor) -> Tensor:
-        """The scores of the prompt's key tokens; tokens that left the window later score below them, oldest lowest."""
-        position = table.position_slots()
-        prompt = row_prompts(table)
-        window = self.row_budget(table).recent + 1
-        return torch.where(position < prompt - window, score, position.float() - LATER_THAN_ALL)
+        if self.compat == "intended":
+            return score
+        # Tokens that left the window after the prompt score below its key tokens, the oldest lowest.
+        position, window = table.position_slots(), self.row_budget(table).recent + 1
+        return torch.where(position < row_prompts(table) - window, score, position.float() - LATER_THAN_ALL)
 
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
         total, sinks, recent = super().allot(table, prompt)

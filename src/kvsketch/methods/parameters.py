@@ -89,7 +89,8 @@ class Parameters:
         return cls.name if own else f"{cls.__module__}:{cls.__qualname__}"
 
     def __str__(self) -> str:
-        changed = [f"{f.name}={_text(getattr(self, f.name))}" for f in _parameters(self) if _differs(self, f)]
+        texts = {f.name: (_text(getattr(self, f.name)), _text(f.default)) for f in _parameters(self)}
+        changed = [f"{name}={text}" for name, (text, default) in texts.items() if text != default]
         return ":".join([self.text_name(), *changed])
 
     def full_text(self) -> str:
@@ -118,7 +119,3 @@ def _parameters(method: Parameters | type[Parameters]) -> list[dataclasses.Field
 
 def _text(value: Any) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
-
-
-def _differs(method: Parameters, field: dataclasses.Field[Any]) -> bool:
-    return _text(getattr(method, field.name)) != _text(field.default)

@@ -69,14 +69,11 @@ class Quest(RecallingMethod):
     def tail_tokens(self) -> int:
         return 16 * self.page
 
-    def pages_read(self, budget: int) -> int:
-        return max(LEAST_PAGES, budget // self.page)
-
     def rows_read(self, table: SlotTable) -> int:
         budget = self.budget_tokens(table)
         # Beside longer rows, one that fits the budget is read whole, its newest token included.
         most = 0 if table.padding is None else self._pages(budget + 1)
-        return self.page * max(self.pages_read(budget), most)
+        return self.page * max(LEAST_PAGES, budget // self.page, most)
 
     def maintenance_due(self, table: SlotTable) -> bool:
         outgrown = self.is_indexed(table) and self._pages(table.seen + 1) > table.state_of(self.State).count
@@ -145,9 +142,7 @@ class Quest(RecallingMethod):
         state.page_min, state.page_max = longer
 
     def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, Hq, rows_read] int32
-        """Tokens of the best pages of each query head; the page being filled, which holds the query's own token, is
-        one.
-        """
+        """Tokens of the best pages of each query head; one is the page being filled, with the query's own token."""
         if not self.is_indexed(table):
             return None
         state = table.state_of(self.State)

@@ -21,7 +21,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.divide import HEAD, LAYER, MODEL, SHARES, capacities, claim
-from kvsketch.methods.keep import EvictingMethod, bound_to_budget, evict, keep_best
+from kvsketch.methods.keep import EvictingMethod, evict, keep_best
 from kvsketch.methods.parameters import option
 from kvsketch.ops.attention_mass import is_plain
 from kvsketch.slots.bytes import LayerShape
@@ -154,10 +154,6 @@ class AttentionScored(EvictingMethod):
     def stored_bytes(self, shape: LayerShape) -> int | None:
         held = super().stored_bytes(shape)
         return held if held is None or self.share == HEAD else held + shape.layout(self.budget_tokens(shape.table) + 1)
-
-    def bound(self, table: SlotTable, max_length: int) -> None:
-        if table.length <= self.budget_tokens(table):
-            bound_to_budget(table, self)
 
     def _divides(self, table: SlotTable) -> bool:
         """Whether the newest tokens belong to a prompt, and heads get new numbers of slots."""

@@ -75,13 +75,11 @@ class Uniform(BudgetedMethod):
             return
         if not table.in_place:
             self._note_strata(table)
-        evict(table, self._priorities(table), self, budget)
+        heads = table.first_head + torch.arange(table.shape[1], device=table.device).view(1, -1, 1)
+        priorities = ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
+        evict(table, priorities, self, budget)
         if self.weights:
             self._reweigh(table, self.row_budget(table).recent)
-
-    def _priorities(self, table: SlotTable) -> Tensor:  # [B, H, S]
-        heads = table.first_head + torch.arange(table.shape[1], device=table.device).view(1, -1, 1)
-        return ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
 
     def _note_strata(self, table: SlotTable) -> None:
         """Starts a new stratum in the rows whose budget has grown since they dropped tokens."""

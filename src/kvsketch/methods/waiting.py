@@ -125,9 +125,7 @@ class Queue:
 
     @property
     def due(self) -> bool:
-        """Whether the tokens that wait are to be decided after this forward: a first prompt is, unless it is too short
-        for codes.
-        """
+        """Whether the tokens that wait are decided after this forward: a first prompt is, if long enough for codes."""
         table, least = self.table, LEAST if self.table.bits else 2
         if table.settled_at is not None:
             return False  # rows that come and go: `WaitingMethod.catch_up`
@@ -175,19 +173,16 @@ class Queue:
 
     def take(self, queries: Tensor) -> None:
         """Keeps the tokens just appended, and some of their queries."""
-        if self.table.settled_at is not None:
-            self._take_among_others(queries, self.table.settled_at)
-        elif self.table.appended == 1:
+        table, held = self.table, self.state.queries
+        if table.settled_at is not None:
+            # A token of each row, in place.
+            assert held is not None
+            ops.keep_queries(held, queries, table.seen_on_device() - (1 + table.settled_at), table.shape[1])
+            table.advance()
+        elif table.appended == 1:
             self._take_one(queries)
         else:
             self._take_several(queries)
-
-    def _take_among_others(self, queries: Tensor, settled: Tensor) -> None:
-        """Keeps a token of each row, in place."""
-        held = self.state.queries
-        assert held is not None
-        ops.keep_queries(held, queries, self.table.seen_on_device() - (1 + settled), self.table.shape[1])
-        self.table.advance()
 
     def _take_one(self, queries: Tensor) -> None:
         """Keeps a token, in place; makes room for more where the last is taken."""
@@ -215,18 +210,13 @@ class Queue:
         """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""
         state, table = self.state, self.table
         if state.queries is None:
-            state.queries = self.empty(queries, room)
+            heads, size = self.method.kept_heads(table.shape[1], queries.shape[1]), row_bytes(queries.shape[3])
+            state.queries = queries.new_zeros(table.shape[0], heads, room, size, dtype=torch.uint8)
         elif state.room < self.count:
             state.queries = lengthened(state.queries, room)
         if state.queries.shape[1]:
             at = table.seen_on_device() - (queries.shape[2] + table.settled)
             ops.keep_queries(state.queries, queries, at, table.shape[1])
-
-    def empty(self, queries: Tensor, room: int) -> Tensor:
-        """Memory for what is kept of the queries [B, Hq, n, D] of `room` tokens."""
-        batch, heads = self.table.shape[:2]
-        shape = (batch, self.method.kept_heads(heads, queries.shape[1]), room, row_bytes(queries.shape[3]))
-        return torch.zeros(shape, dtype=torch.uint8, device=queries.device)
 
     def ahead(self, waiting: int) -> int:
         """New tokens that room is made for, beside those that wait."""
@@ -293,10 +283,14 @@ class WaitingMethod(BudgetedMethod):
         return False
 
     def room_behind(self, settled: int, waiting: int = 0) -> int:
-        """New tokens that room is made for at a time."""
-        # Any number may wait for a compaction: as much as tables have that keep everything.
-        known = (settled + waiting,) if self.told else (settled, waiting)
-        return room_ahead(self.most_waiting, *known)
+        """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
+        more wait, so that room is seldom made; no more than may wait.
+        """
+        if self.told:
+            # Any number may wait for a compaction: as much as tables have that keep everything.
+            settled, waiting = settled + waiting, 0
+        room, left = max(ROOM, settled // 64, waiting // 4), self.most_waiting - waiting
+        return min(MOST_ROOM, room, left if left > 0 else room)
 
     def queue(self, table: SlotTable) -> Queue:
         """The tokens of a table that wait."""
@@ -343,7 +337,10 @@ class WaitingMethod(BudgetedMethod):
             index = table.index_slots()
             past = (index >= 0) & (index < table.settled)
             room = each - past.sum((1, 2), keepdim=True) / past.shape[1]
-            always |= past & (room * seen >= 0.75 * each * (seen - past_tokens(table)))
+            before: Tokens = table.settled
+            if table.padding is not None:
+                before = (table.settled - table.padding.view(-1, 1, 1)).clamp_min(0)
+            always |= past & (room * seen >= 0.75 * each * (seen - before))
         return score.masked_fill(always, ALWAYS).masked_fill_(position < 0, NEG_INF)
 
     def mean_slots(self, table: SlotTable) -> Tokens:
@@ -430,7 +427,7 @@ class WaitingMethod(BudgetedMethod):
         waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
         waiting += MOST_ROOM if waiting else 0
         queries = shape.batch * self.kept_heads(shape.heads, shape.query_heads) * waiting * row_bytes(shape.size)
-        beside = (waiting or room_ahead(self.most_waiting, shape.tokens)) + 1
+        beside = (waiting or self.room_behind(shape.tokens)) + 1
         slots = self.budget_tokens(shape.table) + beside
         # Bits are chosen by the slots that layers keep; those beside are as many in every layer.
         queries += shape.all_heads * beside * shape.beyond_mean
@@ -445,19 +442,9 @@ def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tenso
     state.again = state.chunks = state.queries = None
 
 
-def room_ahead(most: int, settled: int, waiting: int = 0) -> int:
-    """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
-    more wait, so that room is seldom made; no more than the `most` that may wait.
-    """
-    room, left = max(ROOM, settled // 64, waiting // 4), most - waiting
-    return min(MOST_ROOM, room, left if left > 0 else room)
-
-
 def lengthened(held: Tensor, room: int) -> Tensor:  # [B, H m, room, bytes]
     """The queries that wait, with room for those of `room` tokens."""
-    grown = held.new_zeros(*held.shape[:2], room, held.shape[3])
-    grown[:, :, : held.shape[2]] = held[:, :, :room]
-    return grown
+    return torch.nn.functional.pad(held, (0, 0, 0, room - held.shape[2]))
 
 
 @functools.lru_cache(maxsize=16)
@@ -465,12 +452,6 @@ def places_of(lengths: tuple[int, ...], device: torch.device) -> Tensor:  # [P, 
     """The numbers of the tokens of chunks of these lengths, one chunk after the other; -1: none."""
     parts = torch.arange(sum(lengths)).split(list(lengths))
     return uploaded([torch.nn.utils.rnn.pad_sequence([*parts], batch_first=True, padding_value=-1)], [device])[0]
-
-
-def past_tokens(table: SlotTable) -> Tensor:  # [B, 1, 1]
-    """Tokens of each row that were seen when the budget was last decided."""
-    pads = 0 if table.padding is None else table.padding.view(-1, 1, 1)
-    return (torch.full_like(table.real_tokens(), table.settled) - pads).clamp_min(0)
 
 
 def own_sinks(table: SlotTable, sinks: int) -> int:

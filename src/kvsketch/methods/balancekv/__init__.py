@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from types import ModuleType
 from typing import ClassVar
 
 from torch import Tensor
@@ -18,6 +17,7 @@ from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
 from kvsketch.methods.parameters import option
 from kvsketch.ops.balance_walk import WALKS
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
@@ -97,9 +97,8 @@ class BalanceKV(BudgetedMethod):
     def __post_init__(self) -> None:
         budget = Size.parse(self.budget, f"{self.name}: budget")
         if budget.tokens is not None:
-            self._set("sinks", row_schedule.within(self.sinks, DEFAULT_WINDOW, budget.tokens))
-            if self.recent == DEFAULT_WINDOW:
-                self._set("recent", row_schedule.within(DEFAULT_WINDOW, DEFAULT_WINDOW, budget.tokens))
+            for name in ("sinks", "recent"):
+                self._set(name, _within(getattr(self, name), budget.tokens))
         super().__post_init__()
         self._require_whole("block", least=2, unit="tokens")
         halvings = self.rounds is None or (self.rounds >= 0 and self.form == "block")
@@ -155,7 +154,14 @@ class BalanceKV(BudgetedMethod):
 
     def rows(self, table: SlotTable) -> list[RowPlan]:
         """What each row of the table may hold."""
-        return row_schedule.rows_of(table, self.budget_size, self.sinks, self.recent_size, DEFAULT_WINDOW, self.block)
+        rows = []
+        for pad in left_padding.of_rows(table.padding, table.shape[0]):
+            tokens = self.budget_size.of(max(1, table.prompt_tokens - pad))
+            first = min(_within(self.sinks, tokens), tokens - 1)
+            last = min(_within(self.recent_size.of(tokens), tokens), tokens - first)
+            freed = max(1, min(self.block // 2, (tokens - first - last) // 16))
+            rows.append(RowPlan(table.seen - pad, tokens, first, last, freed))
+        return rows
 
     @property
     def alone(self) -> str:
@@ -165,25 +171,35 @@ class BalanceKV(BudgetedMethod):
         return not table.exact and row_schedule.due(table, ahead=1)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        if self.form != "paper":
-            self._algorithm.bound(self.recipe, table, self.rows(table))
+        if self.form == "block":
+            balance_blocks.bound(self.recipe, table, self.rows(table))
+        elif self.form == "stream":
+            balance_stream.compress(self.recipe, table, self.rows(table), None)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if row_schedule.in_place(table):
             if row_schedule.due(table):
-                if self.form == "paper":
-                    self._algorithm.compress(self.recipe, table, self.rows(table), queries)
+                if self.form == "block":
+                    balance_blocks.make_room(self.recipe, table)
+                elif self.form == "stream":
+                    balance_stream.make_room(self.recipe, table, queries)
                 else:
-                    self._algorithm.make_room(self.recipe, table, queries)
-            row_schedule.find_free_slot(table)
-        elif not table.exact or any(self._exceeds(row) for row in self.rows(table)):
-            self._algorithm.compress(self.recipe, table, self.rows(table), queries)
-
-    @property
-    def _algorithm(self) -> ModuleType:
-        return balance_blocks if self.form == "block" else balance_stream
-
-    def _exceeds(self, row: RowPlan) -> bool:
+                    balance_stream.compress(self.recipe, table, self.rows(table), queries)
+            # Names an empty slot as the next to be written: some slot is, and empty slots rank lowest.
+            table.bounded.free_lowest(None, 0, 0)
+            return
+        rows = self.rows(table)
+        over = [row.seen > row.budget for row in rows]
         if self.form == "paper":
-            return row.seen - row.sinks - row.recent >= self.block
-        return row.seen > row.budget
+            over = [row.seen - row.sinks - row.recent >= self.block for row in rows]
+        if table.exact and not any(over):
+            return
+        if self.form == "block":
+            balance_blocks.compress(self.recipe, table, rows)
+        else:
+            balance_stream.compress(self.recipe, table, rows, queries)
+
+
+def _within(size: int, budget: int) -> int:
+    """A size that was left at its default shrinks to an eighth of a small budget; any other stays."""
+    return min(size, budget // 8) if size == DEFAULT_WINDOW else size

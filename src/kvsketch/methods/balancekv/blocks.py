@@ -1,14 +1,12 @@
 """BalanceKV in practice: halves runs of tokens, block by block, until each row of a table fits its budget.
 
-A halving takes a run of tokens, lets the balancing walk split it into two sign classes and keeps one of them with twice
-the weight; a common factor then gives the kept tokens the weight of the whole run, so that the weights of a row always
-sum to the tokens it has seen. Which tokens: those of the smallest weight, the oldest first, and no more of them than
-needed. So the budget is used up, and during decoding a short run is halved every so often, which frees a known number
-of slots.
+A run has the tokens of the smallest weight, the oldest first, and no more of them than needed. So the budget is used
+up, and during decoding a short run is halved every so often, which frees a known number of slots.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass
 
@@ -18,7 +16,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import stream_state
-from kvsketch.methods.balancekv.schedule import Recipe, RowPlan, compact, running_count, to_device
+from kvsketch.methods.balancekv.schedule import Balanced, Recipe, RowPlan, compact, running_count, to_device
 from kvsketch.slots.heads import least_over_heads
 from kvsketch.slots.table import NEG_INF, SlotTable
 
@@ -26,14 +24,18 @@ LN2 = math.log(2.0)
 HEAVIEST = 64  # halvings that any token can have gone through
 
 
-def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Tensor) -> None:
-    """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape; needs no queries."""
+def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
+    """Brings an exact or lengthened table back to the budget of its rows and to its fixed shape."""
     row_schedule.set_schedule(table, rows, [0] * len(rows))
     rest = Remaining.of(recipe, table, rows)
     while rest.halve():
         pass
     _require_room(recipe, rows, rest.stored)
-    _write(table, rest, max(row.budget for row in rows))
+    room = max(row.budget for row in rows)
+    chosen = compact(rest.alive, room)  # in the order of their slots
+    source = chosen.clamp_min(0)
+    num = None if rest.num is rest.den else rest.num.gather(2, source)
+    table.rebuild(chosen, room, rest.den.gather(2, source), num)
     full_at = [row.seen + row.budget - stored + 1 for row, stored in zip(rows, rest.stored, strict=True)]
     row_schedule.set_schedule(table, rows, full_at)
 
@@ -131,13 +133,14 @@ def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
     row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
 
 
-def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
+def make_room(recipe: Recipe, table: SlotTable) -> None:
     """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
     num, den = table.bounded.log_weights()
     due = row_schedule.due_rows(table)
     lengths = row_schedule.limits_of(table)[-1] * due
     candidates = row_schedule.middle_slots(table) & due
-    width = min(2 * row_schedule.most_freed(table), table.length)
+    most = max(freed for _, _, freed, _ in table.state_of(Balanced).schedule.tolist())
+    width = min(2 * most, table.length)
     slots, valid = lightest(candidates, den, table.position_slots(), width, lengths)
     valid &= torch.arange(width, device=slots.device) < lengths
     keep, double = halve(recipe, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
@@ -254,26 +257,12 @@ def lightest(candidates: Tensor, den: Tensor, position: Tensor, count: int, want
     return lowest.indices, lowest.values < 1 << 62
 
 
-def _write(table: SlotTable, rest: Remaining, room: int) -> None:
-    """The bounded table of the tokens that are left, in the order of their slots."""
-    chosen = compact(rest.alive, room)
-    source = chosen.clamp_min(0)
-    table.rebuild(
-        chosen, room, rest.den.gather(2, source), None if rest.num is rest.den else rest.num.gather(2, source)
-    )
-
-
 def _require_room(recipe: Recipe, rows: list[RowPlan], stored: list[int]) -> None:
     for row, count in zip(rows, stored, strict=True):
         if count > row.budget:
+            middle = row.seen - row.sinks - row.recent
+            needed = next(rounds for rounds in itertools.count() if middle >> rounds <= row.middle)
             raise ValueError(
                 f"balancekv: rounds={recipe.rounds} leaves {count} of {row.seen} tokens, over budget={row.budget}; "
-                f"use rounds={_rounds_needed(row)} or more, leave rounds out, or use budget={count}"
+                f"use rounds={needed} or more, leave rounds out, or use budget={count}"
             )
-
-
-def _rounds_needed(row: RowPlan) -> int:
-    middle, rounds = row.seen - row.sinks - row.recent, 0
-    while middle >> rounds > row.middle:
-        rounds += 1
-    return rounds

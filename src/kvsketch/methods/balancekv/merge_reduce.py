@@ -24,47 +24,24 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.ops.random import hash_combine, initial_state, to_uniform
 
 # keys, values or None, batches of slots [B, H, N, b], ids of the batches [B, H, N] -> which tokens stay [B, H, N, b]
 Balance = Callable[[Tensor, Tensor | None, Tensor, Tensor], Tensor]
 
 
-def softmax_balance(
-    k: Tensor,
-    v: Tensor | None,
-    slots: Tensor,
-    scale: float,
-    *,
-    ids: Tensor | None = None,
-    state: int = 0,
-    first_head: int = 0,
-    walk: str = "random",
-    c: float = 1.0,
-    temp: float = 1.0,
-    center: bool = False,
-    on_fail: str = "clip",
-    exact: bool = False,
-) -> Tensor:
-    """The smaller sign class of each batch, a mask like `slots` [B, H, N, b]; at most half of the batch's tokens.
+def half_of(signs: Tensor, draw: Tensor | None = None) -> Tensor:
+    """SoftmaxBalance: the smaller sign class of each batch, a mask like `signs` [B, H, N, b]; at most half of a batch.
 
-    exact: just half of them, so that twice their number is that of the batch.
+    draw (`draws`): just half of its tokens, so that twice their number is that of the batch.
     """
-    signs = ops.balance_walk(
-        k, v, slots, scale,
-        ids=ids, state=state, first_head=first_head, walk=walk, c=c, temp=temp, center=center, on_fail=on_fail,
-    )  # fmt: skip
     plus, minus = ((signs == sign).sum(-1, keepdim=True) for sign in (1, -1))
     smaller = torch.where(plus <= minus, 1, -1)
     keep = (signs != 0) & (signs == smaller)
-    if not exact:
-        return keep
-    ids = torch.arange(slots.shape[2], device=k.device).expand(slots.shape[:3]) if ids is None else ids
-    return keep | _missing_to_half(signs, smaller, _draws(state, first_head, ids))
+    return keep if draw is None else keep | _missing_to_half(signs, smaller, draw)
 
 
-def _draws(state: int, first_head: int, ids: Tensor) -> Tensor:  # [B, H, N, 1]
+def draws(state: int, first_head: int, ids: Tensor) -> Tensor:  # [B, H, N, 1]
     """A number in (0, 1) for each batch; the walk draws others."""
     head = first_head + torch.arange(ids.shape[1], device=ids.device)[:, None]
     own = hash_combine(hash_combine(hash_combine(torch.full_like(head, state), -1), head), ids)
@@ -133,26 +110,15 @@ def merge_and_reduce(
         if top is None:
             ready &= arrived > span
         if bool(ready.any()):
-            level = _reduce(k, v, level, rank, rank // span, ready, balance, stream, number)
+            # 24 bits of node, 7 of stream: the label also tells batches apart in the draws.
+            label = rank // span if stream is None else (stream << 24) + rank // span
+            level = _reduce(k, v, level, grouped(label, rank, ready), balance, number)
         number += 1
     return level
 
 
-def _reduce(
-    k: Tensor,
-    v: Tensor | None,
-    level: Tensor,
-    rank: Tensor,
-    node: Tensor,
-    ready: Tensor,
-    balance: Balance,
-    stream: Tensor | None,
-    number: int,
-) -> Tensor:
-    """Halves each batch (one stream, one node) of the slots that are ready, all of level `number`."""
-    # 24 bits of node, 7 of stream: the label also tells batches apart in the draws.
-    label = node if stream is None else (stream << 24) + node
-    tokens = grouped(label, rank, ready)
+def _reduce(k: Tensor, v: Tensor | None, level: Tensor, tokens: Grouped, balance: Balance, number: int) -> Tensor:
+    """Halves each batch, a group of slots, all of level `number`."""
     batches, width = int(tokens.group.max()) + 1, int(tokens.place.max()) + 1
     at = torch.where(tokens.valid, tokens.group * width + tokens.place, batches * width)
     shape = (*level.shape[:2], batches * width + 1)

@@ -14,8 +14,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.methods.budget import Size
-from kvsketch.slots import padding as left_padding
 from kvsketch.slots.state import ANY, Range, TableState, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
@@ -97,23 +95,6 @@ class Recipe(NamedTuple):
     seed: int
 
 
-def rows_of(table: SlotTable, budget: Size, sinks: int, recent: Size, default: int, block: int) -> list[RowPlan]:
-    """The rows of a table; sinks and recent windows of `default` tokens shrink to an eighth of a small budget."""
-    rows = []
-    for pad in left_padding.of_rows(table.padding, table.shape[0]):
-        tokens = budget.of(max(1, table.prompt_tokens - pad))
-        first = min(within(sinks, default, tokens), tokens - 1)
-        last = min(within(recent.of(tokens), default, tokens), tokens - first)
-        freed = max(1, min(block // 2, (tokens - first - last) // 16))
-        rows.append(RowPlan(table.seen - pad, tokens, first, last, freed))
-    return rows
-
-
-def within(size: int, default: int, budget: int) -> int:
-    """A size that was left at its default shrinks to an eighth of a small budget; any other stays."""
-    return min(size, budget // 8) if size == default else size
-
-
 def set_schedule(table: SlotTable, rows: list[RowPlan], full_at: list[int]) -> None:
     """Remembers when each row is full: at the real token number `full_at`, then every `freed` tokens."""
     host = [[table.seen - row.seen, at, row.freed, table.length] for at, row in zip(full_at, rows, strict=True)]
@@ -139,21 +120,11 @@ def due(table: SlotTable, ahead: int = 0) -> bool:
     return any(tokens >= 0 and tokens % freed == 0 for tokens, freed in passed)
 
 
-def most_freed(table: SlotTable) -> int:
-    """The most slots that making room frees in any row; asks nothing of the device."""
-    return max(freed for _, _, freed, _ in table.state_of(Balanced).schedule.tolist())
-
-
 def due_rows(table: SlotTable) -> Tensor:  # [B, 1, 1]
     """Which rows are full, on the device."""
     _, _, full_at, freed, _ = limits_of(table)
     passed = table.real_tokens() - full_at
     return (passed >= 0) & (passed % freed == 0)
-
-
-def find_free_slot(table: SlotTable) -> None:
-    """Names an empty slot as the next to be written: some slot is, and empty slots rank lowest."""
-    table.bounded.free_lowest(None, 0, 0)
 
 
 def middle_slots(table: SlotTable) -> Tensor:  # [B, H, S]

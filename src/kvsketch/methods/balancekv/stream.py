@@ -22,8 +22,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from kvsketch import ops
 from kvsketch.methods.balancekv import schedule as row_schedule
-from kvsketch.methods.balancekv.merge_reduce import Balance, grouped, merge_and_reduce, softmax_balance, stream_state
+from kvsketch.methods.balancekv.merge_reduce import Balance, draws, grouped, half_of, merge_and_reduce, stream_state
 from kvsketch.methods.balancekv.schedule import ZERO_VALUE, Balanced, Recipe, RowPlan, compact, to_device
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots.table import NEG_INF, SlotTable
@@ -33,8 +34,8 @@ LN2 = math.log(2.0)
 SMALLEST_BATCH, LARGEST_BATCH = 2, 1024
 
 
-def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Tensor) -> None:
-    """Summarises the rows that exceed their budget, and gives the table its fixed shape.
+def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Tensor | None) -> None:
+    """Summarises the rows that exceed their budget, and gives the table its fixed shape; without queries none exceeds.
 
     Without a budget a row is summarised when its middle completes a batch, whatever the other rows of the batch do.
     """
@@ -47,11 +48,12 @@ def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Ten
     _set_up(recipe, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
     target = [v + 1 - row.freed for v, row in zip(values, rows, strict=True)]
-    limits = None if unbounded else list(zip(target, keys_only, strict=True))
-    device = table.device
-    if limits is not None:
-        table.state_of(Balanced).capacity = to_device(limits, device)
-    num, den = _summarise(recipe, table, to_device(over, device).view(-1, 1, 1), queries)
+    if not unbounded:
+        table.state_of(Balanced).capacity = to_device(list(zip(target, keys_only, strict=True)), table.device)
+    if queries is None:
+        num = den = torch.where(table.position_slots() >= 0, 0, -1)
+    else:
+        num, den = _summarise(recipe, table, to_device(over, table.device).view(-1, 1, 1), queries)
     if unbounded:
         room = int((num >= 0).sum(-1).max()) + recipe.block
         keys_room = int(((den >= 0) & (num < 0)).sum(-1).max())
@@ -71,18 +73,6 @@ def make_room(recipe: Recipe, table: SlotTable, queries: Tensor) -> None:
     room = table.value_slots().shape[2] - 1
     num, den = _summarise(recipe, table, row_schedule.due_rows(table), queries)
     _write(table, num, den, room, table.length - room - 1)
-
-
-def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
-    """Gives an exact table that fits its fixed shape before anything had to go."""
-    row_schedule.set_schedule(table, rows, [0] * len(rows))
-    _set_up(recipe, table, rows)
-    values, keys_only = zip(*(shares(row) for row in rows), strict=True)
-    target = [[v + 1 - row.freed, k] for v, k, row in zip(values, keys_only, rows, strict=True)]
-    table.state_of(Balanced).capacity = to_device(target, table.device)
-    level = torch.where(table.position_slots() >= 0, 0, -1)
-    _write(table, level, level, max(row.budget for row in rows), max(keys_only))
-    row_schedule.set_schedule(table, rows, [row.budget + 1 for row in rows])
 
 
 def shares(row: RowPlan) -> tuple[int, int]:
@@ -210,10 +200,11 @@ def _balance(recipe: Recipe, table: SlotTable, structure: int) -> Balance:
     state = stream_state(recipe.seed + table.seed, table.layer_idx, structure)
 
     def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
-        return softmax_balance(
+        signs = ops.balance_walk(
             k, v, slots, table.scale, ids=ids, state=state, first_head=table.first_head, walk=recipe.walk,
-            c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail, exact=recipe.form == "stream",
+            c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail,
         )  # fmt: skip
+        return half_of(signs, draws(state, table.first_head, ids) if recipe.form == "stream" else None)
 
     return balance
 

@@ -125,18 +125,16 @@ class ClusterKV(RecallingMethod):
         clusters.arrange(table)
 
     def _add_clusters(self, table: SlotTable, start: int, end: int, count: int | None) -> None:
-        """Clusters the tokens [start, end); each row without its padding and sinks."""
+        """Clusters the tokens [start, end), each row without its padding and sinks, into `count` or as a prompt is."""
         keys, values = (tokens[:, :, : end - start] for tokens in offloaded.newest(table, start))
         padding = left_padding.of_rows(table.padding, keys.shape[0])
         first = [min(max(start, pad + self.sinks), end) for pad in padding]
-        counts = [self._clusters(end - f, count, whole_prompt=start == 0) for f in first]
-        recipe = clusters.Recipe(self.rounds, self.seed + table.seed, self.metric)
-        clusters.add(table, start, keys, values if self.completion else None, first, counts, recipe)
-
-    def _clusters(self, tokens: int, count: int | None, whole_prompt: bool) -> int:
-        """Clusters for so many tokens: `count`, or one for `tokens_per_cluster`, of a prompt with its sinks."""
-        wanted = count or max(1, round((tokens + self.sinks * whole_prompt) / self.tokens_per_cluster))
-        return max(1, min(tokens, wanted))
+        # One for `tokens_per_cluster`, of a whole prompt with its sinks.
+        extra = 0 if start else self.sinks
+        wanted = [count or max(1, round((end - f + extra) / self.tokens_per_cluster)) for f in first]
+        counts = [max(1, min(end - f, most)) for f, most in zip(first, wanted, strict=True)]
+        means_of = values if self.completion else None
+        clusters.add(table, start, keys, means_of, first, counts, self.rounds, self.seed + table.seed, self.metric)
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -13,6 +12,7 @@ from kvsketch.methods.recall import Recalled
 from kvsketch.slots import codes, offloaded
 from kvsketch.slots.state import Range, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import filled, uploaded
 
 
 @dataclass
@@ -79,14 +79,6 @@ class Clusters(Recalled):
         vars(self).update(vars(Clusters(self.budgets, self.unfinished)))
 
 
-class Recipe(NamedTuple):
-    """How keys are clustered."""
-
-    rounds: int
-    seed: int
-    metric: str = "cosine"
-
-
 def add(
     table: SlotTable,
     start: int,
@@ -94,23 +86,26 @@ def add(
     values: Tensor | None,
     first: list[int],
     counts: list[int],
-    recipe: Recipe,
+    rounds: int,
+    seed: int,
+    metric: str,
 ) -> None:
     """Appends clusters of keys [B, H, n, D], the tokens from number `start` on: counts[b] of row b, from first[b] on.
 
     values: those of the same tokens, where clusters are to have mean values. The tail begins behind them.
     """
-    before = _on_device([f - start for f in first], keys.device)
+    numbers = [torch.tensor(first) - start, torch.tensor(counts)]
+    before, clusters = uploaded(numbers, [keys.device] * 2)
     clustered = ops.kmeans(
         keys,
         max(counts),
         start=before,
-        counts=_on_device(counts, keys.device),
-        rounds=recipe.rounds,
-        seed=recipe.seed,
+        counts=clusters,
+        rounds=rounds,
+        seed=seed,
         layer=table.layer_idx,
         first_head=table.first_head,
-        metric=recipe.metric,
+        metric=metric,
     )
     index = ops.cluster_index(clustered.labels, max(counts))
     state = table.state_of(Clusters)
@@ -145,14 +140,6 @@ def arrange(table: SlotTable) -> None:
         return
     offloaded.arrange(table.bounded, state.arranged, state.order[:, :, state.arranged : state.tail])
     state.arranged = state.tail
-
-
-def _on_device(numbers: list[int], device: torch.device) -> Tensor:
-    """The numbers as a tensor; the device is not waited for."""
-    if len(set(numbers)) == 1:
-        return torch.full((len(numbers),), numbers[0], device=device)
-    rows = torch.tensor(numbers, pin_memory=device.type == "cuda")
-    return rows.to(device, non_blocking=True)
 
 
 def labels(table: SlotTable) -> Tensor | None:  # [B, H, seen] int64
@@ -207,11 +194,9 @@ def _are_alike(before: SlotTable, table: SlotTable) -> bool:
 
 def _appended(present: Tensor | None, new: Tensor, at: int) -> Tensor:
     """A list of the index with `new` behind its first `at` entries; in place where there is room."""
-    needed = at + new.shape[2]
-    if present is None or present.shape[2] < needed:
-        longer = new.new_zeros(*new.shape[:2], needed + needed // 8 + 64, *new.shape[3:])
-        if present is not None:
-            longer[:, :, :at] = present[:, :, :at]
-        present = longer
+    needed, present = at + new.shape[2], new[:, :, :0] if present is None else present
+    if present.shape[2] < needed:
+        held = present[:, :, :at]
+        present = filled(held, needed + needed // 8 + 64 - held.shape[2])
     present[:, :, at:needed] = new
     return present

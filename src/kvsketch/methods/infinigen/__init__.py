@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.infinigen import speculation
-from kvsketch.methods.infinigen.skew import directions, gram_of
 from kvsketch.methods.infinigen.state import Learned
 from kvsketch.methods.parameters import option
 from kvsketch.methods.recall import RecallingMethod
@@ -19,6 +18,7 @@ from kvsketch.slots import padding as left_padding
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import filled
 
 GROWTH = 2
 QUERIES = ("own", "previous")
@@ -55,6 +55,7 @@ class InfiniGen(RecallingMethod):
     paper: ClassVar[str] = "arXiv 2406.19707"
     look: ClassVar[tuple[str, ...]] = ("#7a5230", "v")
     State: ClassVar[type[Learned]] = Learned
+    tail_tokens: ClassVar[int] = 256
     sinks: int = field(default=0, init=False)
     ratio: float = option(0.2, "share of the channels that score")
     alpha: float = option(
@@ -69,10 +70,6 @@ class InfiniGen(RecallingMethod):
         super().__post_init__()
         self._require("ratio", 0 < self.ratio <= 1, "a share of the channels, above 0 and at most 1")
         self._require("alpha", self.alpha > 0, "a distance from the largest score, above 0")
-
-    @property
-    def tail_tokens(self) -> int:
-        return 256
 
     def rows_read(self, table: SlotTable) -> int:
         return self.budget_tokens(table)
@@ -101,18 +98,15 @@ class InfiniGen(RecallingMethod):
             state, gram = table.state_of(self.State), gram_of(table, queries)
             state.gram = gram if state.gram is None else gram.add_(state.gram)
         if self.speculate == "previous" and queries.shape[2] > 1:
-            self._learn(table, queries)
+            if table.head_group:
+                raise ValueError(
+                    "infinigen: speculate=previous maps all heads of a layer at once, and here they are divided among "
+                    "processes; use speculate=own"
+                )
+            if self.selects(table):
+                speculation.learn(table, queries)
+            speculation.leave(table, queries)
         super().compress(table, queries)
-
-    def _learn(self, table: SlotTable, queries: Tensor) -> None:
-        if table.head_group:
-            raise ValueError(
-                "infinigen: speculate=previous maps all heads of a layer at once, and here they are divided among "
-                "processes; use speculate=own"
-            )
-        if self.selects(table):
-            speculation.learn(table, queries)
-        speculation.leave(table, queries)
 
     def index(self, table: SlotTable) -> None:
         """Writes the new tokens' keys along the chosen directions, which a row that is due learns first."""
@@ -164,13 +158,10 @@ class InfiniGen(RecallingMethod):
 
     def _reserve(self, table: SlotTable) -> None:
         state = table.state_of(self.State)
-        skew, present = state.skew, state.partial
-        assert skew is not None
-        if present is None or present.shape[2] < table.seen:
-            longer = skew.new_zeros(*skew.shape[:2], table.seen + max(64, table.seen // 8), skew.shape[3])
-            if present is not None:
-                longer[:, :, : present.shape[2]] = present
-            state.partial = longer
+        assert state.skew is not None
+        present = state.skew[:, :, :0] if state.partial is None else state.partial
+        if present.shape[2] < table.seen:
+            state.partial = filled(present, table.seen + max(64, table.seen // 8) - present.shape[2])
 
     def index_bytes(self, shape: LayerShape) -> int | None:
         if self.speculate == "previous":
@@ -192,9 +183,11 @@ class InfiniGen(RecallingMethod):
             return None
         # The step's own token needs a place among the scores.
         self._reserve(table)
-        if self.speculate == "previous" and speculation.can_speculate(table):
+        if self.speculate == "previous":
             query = speculation.speculate(table, query)
-        scores = self._scores(table, query)  # [B, Hq, N]
+        skew, partial = table.state_of(self.State).index_parts()
+        rotated = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
+        scores = (rotated @ partial.mT).float().flatten(1, 2) * table.scale  # [B, Hq, N]
         token = torch.arange(scores.shape[-1], device=scores.device)
         newest = table.seen_on_device() - 1
         hidden = token >= newest
@@ -217,7 +210,30 @@ class InfiniGen(RecallingMethod):
         wanted = (torch.arange(most, device=scores.device) < count.view(-1, 1, 1)) & (best.values > float("-inf"))
         return torch.where(wanted, best.indices, -1).int()
 
-    def _scores(self, table: SlotTable, query: Tensor) -> Tensor:
-        skew, partial = table.state_of(self.State).index_parts()
-        rotated = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
-        return (rotated @ partial.mT).float().flatten(1, 2) * table.scale
+
+def gram_of(table: SlotTable, queries: Tensor) -> Tensor:  # [B, H, D, D] float32
+    """The sum of q q^T over the queries [B, Hq, n, D] of the newest tokens; left padding does not count."""
+    q = queries.float().unflatten(1, (table.shape[1], -1))  # [B, H, G, n, D]
+    if table.padding is not None:
+        token = torch.arange(table.seen - q.shape[3], table.seen, device=q.device)
+        q = q.masked_fill(left_padding.hides(table.padding, token)[:, None, None, :, None], 0.0)
+    q = q.flatten(2, 3)
+    return q.mT @ q
+
+
+def directions(gram: Tensor, keys: Tensor, padding: Tensor | None, ratio: float) -> Tensor:  # [B, H, D, p]
+    """The p = ceil(ratio * D) first singular vectors of the queries with this gram, in the dtype of keys [B, H, n, D].
+
+    A head with a nan among its queries or keys gets meaningless directions; other heads are not affected.
+    """
+    wide = keys.float()
+    if padding is not None:
+        hidden = left_padding.hides(padding, torch.arange(keys.shape[2], device=keys.device))
+        wide = wide.masked_fill(hidden[:, None, :, None], 0.0)
+    other = wide.mT @ wide
+    traces = [g.diagonal(dim1=-2, dim2=-1).sum(-1).clamp_min(1e-20)[..., None, None] for g in (gram, other)]
+    # Fewer queries than channels leave directions undecided; there the keys decide.
+    both = gram / traces[0] + 1e-4 * other / traces[1]
+    sound = both.isfinite().flatten(2).all(2)[..., None, None]
+    vectors = torch.linalg.eigh(torch.where(sound, both, 0.0)).eigenvectors
+    return vectors[..., -math.ceil(ratio * keys.shape[-1]) :].to(keys.dtype)

@@ -60,17 +60,13 @@ def leave(table: SlotTable, queries: Tensor) -> None:
         state.prompt_queries, state.prompt_seen = queries[:, :, -FIT_TOKENS:].clone(), table.seen
 
 
-def can_speculate(table: SlotTable) -> bool:
-    """Whether the layer has a map and the layer before has asked."""
-    before = table.previous
-    return table.state_of(Learned).map is not None and before is not None and before.state_of(Learned).asked is not None
-
-
 def speculate(table: SlotTable, query: Tensor) -> Tensor:  # [B, Hq, 1, D]
-    """What the layer before lets expect in the place of `query`, whose shape and position alone are used."""
-    assert table.previous is not None
-    state, asked, position = table.state_of(Learned), table.previous.state_of(Learned).asked, table.real_tokens() - 1
-    assert asked is not None and state.map is not None
+    """What the layer before lets expect in the place of `query`; itself, if that has not asked or there is no map."""
+    state = table.state_of(Learned)
+    asked = None if table.previous is None else table.previous.state_of(Learned).asked
+    if asked is None or state.map is None:
+        return query
+    position = table.real_tokens() - 1
     asked = rotated(asked.to(query.device), position, state.angles, -1).transpose(1, 2).flatten(2)
     still = asked @ state.basis @ state.map + state.offset  # [B, 1, F']
     return rotated(still.unflatten(2, (query.shape[1], -1)).transpose(1, 2), position, state.angles, 1)

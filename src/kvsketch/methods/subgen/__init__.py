@@ -13,7 +13,6 @@ from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
 from kvsketch.methods.parameters import option
 from kvsketch.methods.subgen import slots
-from kvsketch.methods.subgen.plan import divide
 from kvsketch.methods.subgen.sketch import POLICIES
 from kvsketch.ops.fold_token import Plan
 from kvsketch.slots.bytes import LayerShape
@@ -21,6 +20,7 @@ from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
 NORMALIZERS = ("paper", "self", "clipped")
+SAMPLES_PER_CLUSTER = 16
 SAMPLINGS = ("norms", "mixed")
 
 
@@ -149,10 +149,40 @@ class SubGen(BudgetedMethod):
         return log_num - log_den
 
     def plan(self, budget: int) -> Plan:
-        """How a budget divides; see `plan.py`."""
-        return divide(
-            budget, self.sinks, self.recent_size.of(budget), self.s, self.clusters, self.t, self.normalizer != "self"
-        )
+        """How a budget divides: budget = sinks + recent + s + clusters (t + 1).
+
+        What does not fit shrinks: window, then sinks, then the rest. `hold` is what remains beside sinks and window.
+        """
+        least = 1 if self.normalizer == "self" else 3
+        if budget < least + 2:
+            kept = min(self.sinks, budget - 1)
+            return Plan(kept, budget - kept, 0, 0, 0, 0)
+        sinks = min(self.sinks, budget - least - 1)
+        recent = min(self.recent_size.of(budget), budget - sinks - least)
+        rest = budget - sinks - recent
+        if self.normalizer == "self":
+            return Plan(sinks, recent, rest, min(self.s or rest, rest), 0, 0)
+        return Plan(sinks, recent, rest, *self._split(rest))
+
+    def _split(self, rest: int) -> tuple[int, int, int]:
+        """(s, clusters, t) within `rest` slots, at least 3.
+
+        A cluster costs its t keys and its representative. Half goes to each sum: the error of the numerator falls with
+        s, that of the denominator with clusters times t, and z / tau is as wrong as the worse of the two. t is 16, or
+        less where fewer than 17 clusters would be left, so that small budgets still tell keys apart.
+        """
+        s, clusters, t = self.s, self.clusters, self.t
+        den = rest // 2 if s is None else rest - s
+        if s is None and t is not None and clusters is not None:
+            den = clusters * (t + 1)
+        den = max(2, min(den, rest - 1))
+        if t is None:
+            t = math.isqrt(den) - 1 if clusters is None else den // clusters - 1
+            t = max(1, min(t, SAMPLES_PER_CLUSTER))
+        t = min(t, den - 1)
+        clusters = den // (t + 1) if clusters is None else min(clusters, den // (t + 1))
+        room = rest - clusters * (t + 1)
+        return min(s or room, room), clusters, t
 
     def _require_room(self, budget: int) -> None:
         plan = self.plan(budget)

@@ -21,6 +21,7 @@ from kvsketch.ops.fold_token import DENOMINATOR, MERGE, NUMERATOR
 from kvsketch.ops.fold_token.reference import by_parity, norms
 from kvsketch.ops.random import hash_combine, initial_state
 from kvsketch.ops.reservoir.reference import thresholds
+from kvsketch.slots.tensors import gather_slots
 
 POLICIES = ("grow", "absorb", "double")
 
@@ -56,9 +57,7 @@ class Sketch:
     den_index: Tensor  # [B, H, m, t] int64
     delta: Tensor  # [B, H] fp32
     streams: Tensor  # [B, H, 3] int64
-    samples: Tensor  # [B] used of s
-    clusters: Tensor  # [B] used of m
-    per_cluster: Tensor  # [B] used of t
+    sizes: Tensor  # [B, 3] int64, used of s, m and t
     folded: Tensor | None = None  # [B, H] int64, tokens so far; given: samples with an odd number are drawn uniformly
 
     @property
@@ -91,9 +90,7 @@ class Sketch:
             den_index=torch.full((batch, heads, m, t), -1, device=device),
             delta=torch.zeros(batch, heads, device=device),
             streams=stream_states(seed, layer, batch, first_head, heads, device),
-            samples=torch.full((batch,), s, device=device),
-            clusters=torch.full((batch,), m, device=device),
-            per_cluster=torch.full((batch,), t, device=device),
+            sizes=torch.tensor([s, m, t], device=device).expand(batch, 3),
             folded=torch.zeros(batch, heads, dtype=torch.int64, device=device) if mixed else None,
         )
 
@@ -130,7 +127,7 @@ def fold_numerator(sketch: Sketch, tokens: Tokens) -> Sketch:
         uniform = thresholds(tokens.valid[:, None].expand_as(counts), counts.clamp_min(1))
         last = by_parity(last, ops.reservoir(state, tokens.positions, uniform, samples)[:, :, 0], samples)
         folded = folded + tokens.valid[:, None].sum(-1)
-    fired = (last >= 0) & used(sketch.samples, last.shape[2])
+    fired = (last >= 0) & used(sketch.sizes[:, 0], last.shape[2])
     at = last.clamp_min(0)
     keys, index = tokens.taken(at)
     return replace(
@@ -148,7 +145,7 @@ def fold_denominator(sketch: Sketch, tokens: Tokens, policy: str) -> Sketch:
     column = torch.arange(tokens.keys.shape[2], device=tokens.keys.device)
     valid = tokens.valid[:, None]
     while True:
-        limit = sketch.clusters[:, None]
+        limit = sketch.sizes[:, 1:2]
         room = sketch.representatives.shape[2]
         if policy == "grow":
             limit = torch.full_like(limit, room)
@@ -176,7 +173,7 @@ def join(sketch: Sketch, tokens: Tokens, labels: Tensor, representatives: Tensor
     threshold = torch.where(member, thresholds(torch.ones_like(running), running.clamp_min(1)), 0)
     target = labels.clamp_max(clusters - 1)
     last = ops.reservoir(sketch.streams[..., DENOMINATOR], tokens.positions, threshold, per_cluster, target, clusters)
-    fired = (last >= 0) & used(sketch.per_cluster, per_cluster)[:, None]
+    fired = (last >= 0) & used(sketch.sizes[:, 2], per_cluster)[:, None]
     keys, index = tokens.taken(last.clamp_min(0))
     return replace(
         sketch,
@@ -268,8 +265,3 @@ def occurrences(labels: Tensor, kinds: int) -> Tensor:  # [B, H, kinds]
 
 def used(sizes: Tensor, room: int) -> Tensor:  # [B, 1, room]
     return torch.arange(room, device=sizes.device) < sizes.view(-1, 1, 1)
-
-
-def gather_slots(tensor: Tensor, at: Tensor) -> Tensor:
-    """tensor[b, h, at[b, h, i]] for at [B, H, k]."""
-    return tensor.gather(2, at[..., None].expand(-1, -1, -1, tensor.shape[3]))

@@ -13,12 +13,13 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, gather_slots, merge, used, with_room
+from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, merge, used, with_room
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.state import ANY, Range, TableState, on_host, overwritten, per_row
 from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.tensors import gather_slots
 
 FOREVER = 1 << 62
 # The covering radius is itself a distance between two keys. Slightly more, and rounding does not decide whether that
@@ -113,7 +114,7 @@ def rewrite(
     room = layout if layout is not None and table.shared else common_layout(plans)
     if layout is None:
         sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head, mixed)
-        sketch = replace(sketch, samples=plan[:, 3], clusters=plan[:, 4], per_cluster=plan[:, 5])
+        sketch = replace(sketch, sizes=plan[:, 3:])
     else:
         sketch = sketch_of(table, layout)
         if [p[3:] for p in plans] != [p[3:] for p in plans_of(table)]:
@@ -187,9 +188,7 @@ def sketch_of(table: SlotTable, layout: Layout) -> Sketch:
         den_index=index[:, :, values.shape[2] :].unflatten(2, clusters),
         delta=state.delta,
         streams=state.streams,
-        samples=state.plan[:, 3],
-        clusters=state.plan[:, 4],
-        per_cluster=state.plan[:, 5],
+        sizes=state.plan[:, 3:],
         folded=state.folded,
     )
 
@@ -209,12 +208,6 @@ def exact_tokens(table: SlotTable, layout: Layout | None) -> Tokens:
     return Tokens(keys, values, index, positions, positions >= 0)
 
 
-def columns_of(tokens: Tokens, wanted: Tensor) -> tuple[Tensor, Tensor]:
-    """Columns of the tokens at positions `wanted` [B, k], and which of them exist."""
-    columns = torch.searchsorted(tokens.positions, wanted).clamp_max(tokens.positions.shape[1] - 1)
-    return columns, (wanted >= 0) & (tokens.positions.gather(1, columns) == wanted)
-
-
 def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Tensor, grows: bool) -> Sketch:
     """The structure for other sizes (s, m, t) [B, 3], as when a share of a longer prompt allows more.
 
@@ -223,10 +216,10 @@ def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Te
     """
     samples, clusters, per_cluster = sizes.unbind(1)
     sketch = with_room(sketch, max(room[1], sketch.counts.shape[2]))
-    number, held = torch.arange(room[0], device=sizes.device), sketch.samples.clamp_min(1)[:, None]
+    number, held = torch.arange(room[0], device=sizes.device), sketch.sizes[:, :1].clamp_min(1)
     pick = torch.where(number < held, number, number % (held - held % 2).clamp_min(1))
     pick = pick[:, None].expand(*sketch.mu.shape, -1)
-    within = (torch.arange(room[2], device=sizes.device) % sketch.per_cluster.clamp_min(1)[:, None])[:, None, None]
+    within = (torch.arange(room[2], device=sizes.device) % sketch.sizes[:, 2:].clamp_min(1))[:, None, None]
     within = within.expand(*sketch.counts.shape, -1)
     # One more empty slot, so that there is something to repeat where there was none.
     pad = torch.nn.functional.pad
@@ -240,9 +233,7 @@ def resized(sketch: Sketch, sizes: Tensor, room: tuple[int, int, int], event: Te
         index=torch.where(used(samples, room[0]), index, -1),
         den_keys=den_keys.gather(3, within[..., None].expand(-1, -1, -1, -1, den_keys.shape[4])),
         den_index=torch.where(used(per_cluster, room[2])[:, None], den_index, -1),
-        samples=samples,
-        clusters=clusters,
-        per_cluster=per_cluster,
+        sizes=sizes,
     )
     if grows or room[2] == 0:
         return sketch
@@ -267,8 +258,9 @@ def write(
     layout = layout or common_layout(plans, sketch)
     plan = torch.tensor(plans, device=device)
     real = table.real_tokens()[:, 0]  # [B, 1]
-    columns, kept = columns_of(tokens, _wanted_positions(real, plan, layout))
-    heads = tokens.keys.shape[1]
+    wanted, heads = _wanted_positions(real, plan, layout), tokens.keys.shape[1]
+    columns = torch.searchsorted(tokens.positions, wanted).clamp_max(tokens.positions.shape[1] - 1)
+    kept = (wanted >= 0) & (tokens.positions.gather(1, columns) == wanted)
     held = torch.where(kept, tokens.index.gather(1, columns), -1)[:, None].expand(-1, heads, -1)
     exact_weight = torch.where(held >= 0, 0.0, NEG_INF)
     shares = numerator_shares(sketch.values, sketch.index, coalesce, mixed=sketch.folded is not None)
