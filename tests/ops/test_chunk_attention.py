@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.chunk_attention import Arguments, Attended, Past, reference
+from kvsketch.ops.chunk_attention import Arguments, Past, reference
+from kvsketch.ops.weighted_attention import Attended
 from tests.ops.formula import needs_triton, poison, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")

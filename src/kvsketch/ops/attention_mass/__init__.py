@@ -93,8 +93,7 @@ def attention_mass(
     seen = k.shape[2] if seen is None else seen
     options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
     options.check(q.shape[:3], k.shape[1], k.shape[2])
-    result: Tensor = implementation("attention_mass", q.device, q, k).attention_mass(q, k, scale, options)
-    return result
+    return implementation("attention_mass", q.device, q, k).attention_mass(q, k, scale, options)
 
 
 def mass_from_logits(
@@ -122,8 +121,7 @@ def mass_from_logits(
     into = torch.zeros(index.shape, device=logits.device) if into is None else into
     options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
     options.check(logits.shape[:2], index.shape[1], logits.shape[2])
-    result: Tensor = implementation("attention_mass", logits.device, logits, index).mass_from_logits(logits, options)
-    return result
+    return implementation("attention_mass", logits.device, logits, index).mass_from_logits(logits, options)
 
 
 def _schedule(temperature: float | Temperature) -> Temperature:

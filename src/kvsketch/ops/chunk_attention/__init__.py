@@ -16,7 +16,6 @@ from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.weighted_attention import Arguments as WeightedArguments
-from kvsketch.ops.weighted_attention import Attended
 
 
 class Past(NamedTuple):
@@ -59,8 +58,7 @@ def chunk_attention(
     """
     call = Arguments(q, k, v, scale, past, hidden, softcap, sink_logits, clip)
     call.check()
-    attended: Attended = implementation("chunk_attention", q.device, call).chunk_attention(call)
-    return attended.returned(return_state)
+    return implementation("chunk_attention", q.device, call).chunk_attention(call).returned(return_state)
 
 
 class Arguments(NamedTuple):

@@ -17,7 +17,7 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvsketch.ops.chunk_attention import Arguments, Attended
+from kvsketch.ops.chunk_attention import Arguments
 from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, described_rows, dot, load_rows, tanh_ratio
 from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, load_weights, normalizer
@@ -30,6 +30,7 @@ from kvsketch.ops.common.tensors import (
     float_weights,
     outer_strides,
 )
+from kvsketch.ops.weighted_attention import Attended
 
 
 class ChunkLaunch(NamedTuple):

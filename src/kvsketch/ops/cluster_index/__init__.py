@@ -37,13 +37,10 @@ def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
     """
     check("labels", labels, ("batch", "heads", "slots"), torch.int32)
     check_least("clusters", clusters, 1)
-    chosen = implementation("cluster_index", labels.device, labels.shape[2])
-    index: ClusterIndex = chosen.cluster_index(labels, clusters)
-    return index
+    return implementation("cluster_index", labels.device, labels.shape[2]).cluster_index(labels, clusters)
 
 
 def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
     """Mean of rows [B, H, n, D] over each cluster of the index, [B, H, C, D] float32, 0 for an empty one."""
     check("rows", rows, (*index.order.shape, "size"))
-    means: Tensor = implementation("cluster_index", rows.device, *rows.shape[2:]).cluster_means(rows, index)
-    return means
+    return implementation("cluster_index", rows.device, *rows.shape[2:]).cluster_means(rows, index)

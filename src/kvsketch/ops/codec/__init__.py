@@ -181,16 +181,13 @@ class CodedSlots:
 
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
         """The vectors themselves."""
-        chosen = implementation("codec", self.steps.device, self.codec, dtype)
-        vectors: Tensor = chosen.decode(self, dtype)
-        return vectors
+        return implementation("codec", self.steps.device, self.codec, dtype).decode(self, dtype)
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     """x [B, H, n, D] in few bits; center [B, H, D] float32. A vector that is not finite gets a step that is nan."""
     _check(x, center, codec)
-    coded: Coded = implementation("codec", x.device, codec).encode(x, center, codec)
-    return coded
+    return implementation("codec", x.device, codec).encode(x, center, codec)
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:

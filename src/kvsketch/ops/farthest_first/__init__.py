@@ -60,10 +60,7 @@ def farthest_first(
     _check(keys, count, valid, given, form)
     if valid is None:
         valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    centers: Centers = implementation("farthest_first", keys.device, keys).farthest_first(
-        keys, count, valid, given, form
-    )
-    return centers
+    return implementation("farthest_first", keys.device, keys).farthest_first(keys, count, valid, given, form)
 
 
 def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
@@ -71,8 +68,7 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
 
     keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
     """
-    place: Tensor = reference_of("farthest_first").nearest_center(keys, centers)
-    return place
+    return reference_of("farthest_first").nearest_center(keys, centers)
 
 
 def _check(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:

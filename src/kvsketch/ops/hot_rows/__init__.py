@@ -77,8 +77,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     Returns slots of the buffer, [B, L, M] int32, -1 for none. The package docstring says which places are taken.
     """
     _check(rows, tail, hot, store, buffer)
-    slots: Tensor = implementation("hot_rows", rows.device, store, buffer).hot_rows(rows, tail, hot, store, buffer)
-    return slots
+    return implementation("hot_rows", rows.device, store, buffer).hot_rows(rows, tail, hot, store, buffer)
 
 
 def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.device) -> HotPlaces:

@@ -32,7 +32,6 @@ from torch import Tensor
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.checks import check, check_dtypes, check_groups
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.weighted_attention import Attended
 
 
 class Spans(NamedTuple):
@@ -94,8 +93,7 @@ def indexed_attention(
         raise ValueError("extra_k, extra_v and extra_log_weight belong together: pass all three or none.")
     call = Arguments(q, k_store, v_store, rows, scale, always, extra, softcap, sink_logits)
     call.check()
-    attended: Attended = implementation("indexed_attention", q.device, call).indexed_attention(call)
-    return attended.returned(return_state)
+    return implementation("indexed_attention", q.device, call).indexed_attention(call).returned(return_state)
 
 
 @dataclass(frozen=True)

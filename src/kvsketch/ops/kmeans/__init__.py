@@ -77,9 +77,7 @@ def kmeans(
     """
     _check(keys, clusters, start, counts, rounds, metric)
     stream = Stream(seed, layer, first_position, first_head)
-    chosen = implementation("kmeans", keys.device, keys)
-    result: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream, metric)
-    return result
+    return implementation("kmeans", keys.device, keys).kmeans(keys, clusters, start, counts, rounds, stream, metric)
 
 
 def _check(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, metric: str) -> None:

@@ -38,5 +38,4 @@ def leader_clustering(
     join the nearest one too. Equal distances go to the older cluster.
     """
     chosen = implementation("leader_clustering", keys.device, keys)
-    result: Clustering = chosen.leader_clustering(keys, valid, representatives, alive, delta, limit)
-    return result
+    return chosen.leader_clustering(keys, valid, representatives, alive, delta, limit)

@@ -50,8 +50,7 @@ def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
     of its page is cleared.
     """
     with on(held.tokens.device):
-        opened: tuple[Worth, Tensor] = implementation("page_rows", held.tokens.device).open_rows(held, rows, front)
-    return opened
+        return implementation("page_rows", held.tokens.device).open_rows(held, rows, front)
 
 
 def close_rows(held: Worth, rows: Rows, opened: Worth) -> None:

@@ -28,6 +28,4 @@ def reservoir(
     fires in a slot when its draw in [0, 2^32) lies below; labels [B, H, n]: the reservoir of each token, any for tokens
     whose threshold is 0; None: one reservoir for all.
     """
-    chosen = implementation("reservoir", state.device)
-    last: Tensor = chosen.reservoir(state, positions, threshold, slots, labels, reservoirs)
-    return last
+    return implementation("reservoir", state.device).reservoir(state, positions, threshold, slots, labels, reservoirs)

@@ -41,5 +41,4 @@ def angles_of(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> tuple[Ten
 
 def rotate_by(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries [B, Hq, P C, D] rotated by angles that several calls share; keys are rotated alike."""
-    rotated: Tensor = implementation("rotate_queries", q.device, q).rotate_queries(q, cos, sin)
-    return rotated
+    return implementation("rotate_queries", q.device, q).rotate_queries(q, cos, sin)

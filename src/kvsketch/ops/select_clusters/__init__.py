@@ -48,9 +48,7 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     check("centroids", centroids, ("batch", "heads", "clusters", "size"))
     check("q", q, (centroids.shape[0], "heads", 1, centroids.shape[3]))
     check_groups(q.shape[1], centroids.shape[1], "centroids")
-    chosen = implementation("select_clusters", q.device, *centroids.shape[2:])
-    scores: Tensor = chosen.cluster_scores(q, centroids)
-    return scores
+    return implementation("select_clusters", q.device, *centroids.shape[2:]).cluster_scores(q, centroids)
 
 
 def select_clusters(
@@ -74,8 +72,7 @@ def select_clusters(
     clusters = Clusters(sizes, offsets, order)
     _check(scores, clusters, budget, budgets)
     chosen = implementation("select_clusters", scores.device, scores.shape[2])
-    selection: Selection = chosen.select_clusters(scores, clusters, budget, budgets)
-    return selection
+    return chosen.select_clusters(scores, clusters, budget, budgets)
 
 
 def _check(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None) -> None:

@@ -78,8 +78,7 @@ def select_pages(
     """
     bounds, text, limits = Bounds(page_min, page_max), Text(seen, padding, page), Limits(count, budgets, least, budget)
     _check_selection(q, bounds, text, limits)
-    rows: Tensor = implementation("select_pages", q.device, bounds).select_pages(q, bounds, text, limits)
-    return rows
+    return implementation("select_pages", q.device, bounds).select_pages(q, bounds, text, limits)
 
 
 def widen_pages(

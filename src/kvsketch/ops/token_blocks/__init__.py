@@ -207,6 +207,4 @@ def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: flo
         )
     if len(reading.table) != batch or len(reading.lengths) != batch:
         raise ValueError(f"the table has {len(reading.table)} requests, and q {list(q.shape)} has {batch}.")
-    chosen = implementation("token_blocks", q.device, blocks, q.dtype)
-    attended: Tensor = chosen.block_attention(q, blocks, reading, scale)
-    return attended
+    return implementation("token_blocks", q.device, blocks, q.dtype).block_attention(q, blocks, reading, scale)
