@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from kvsketch.ops.rotate_keys import TURN
+from kvsketch.ops.rotate_queries import angles_of
+from kvsketch.ops.rotate_queries.reference import rotated
 
 
 def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
@@ -25,12 +24,4 @@ def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
 
 def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:  # [B, H, S, D]
     """Keys [B, H, S, D] rotated by the tokens dropped after each, in float32 (float64 for float64), rounded once."""
-    half = turns.shape[0]
-    phase = gone_after(index, seen).unsqueeze(-1) * turns
-    phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
-    exact = torch.promote_types(keys.dtype, torch.float32)
-    angle = phase.to(exact) * (2 * math.pi / TURN)
-    cos, sin = angle.cos(), angle.sin()
-    first, second = keys[..., :half].to(exact), keys[..., half : 2 * half].to(exact)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
-    return rotated if 2 * half == keys.shape[3] else torch.cat([rotated, keys[..., 2 * half :]], -1)
+    return rotated(keys, *angles_of(gone_after(index, seen), turns, keys.dtype))
