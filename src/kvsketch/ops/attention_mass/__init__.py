@@ -117,7 +117,10 @@ def mass_from_logits(
     index [B, H, S]: the tokens in the slots, negative for empty ones. row_lse [B, Hq]: log of the sum if known (plain
     attention only). The rest as in `attention_mass`. No key is read, and the host never waits for the device.
     """
-    _check_logits(logits, index)
+    each = ("batch", "heads", "slots")
+    check("logits", logits, each, torch.float32)
+    check("index", index, each)
+    check_groups(logits.shape[1], index.shape[1], "index", "logits")
     into = torch.zeros(index.shape, device=logits.device) if into is None else into
     options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
     options.check(logits.shape[:2], index.shape[1], logits.shape[2])
@@ -164,10 +167,7 @@ class Options:
     def add(self, mass: Tensor) -> Tensor:
         """Adds the mass of each query head, [B, Hq, S], to the sums: one number for the query heads of a KV head."""
         grouped = mass.unflatten(1, (self.into.shape[1], -1))
-        if self.reduce == "max":
-            reduced = grouped.amax(2)
-        else:
-            reduced = grouped.sum(2) if self.reduce == "sum" else grouped.mean(2)
+        reduced = {"sum": grouped.sum, "mean": grouped.mean, "max": grouped.amax}[self.reduce](2)
         return self.into.mul_(self.fade).add_(reduced.float())
 
 
@@ -190,22 +190,10 @@ def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, i
         raise ValueError("index needs seen, the number of tokens seen including those of q: slots do not tell it.")
 
 
-def _check_logits(logits: Tensor, index: Tensor) -> None:
-    """Raise ValueError when logits and index do not fit."""
-    each = ("batch", "heads", "slots")
-    check("logits", logits, each, torch.float32)
-    check("index", index, each)
-    check_groups(logits.shape[1], index.shape[1], "index", "logits")
-
-
+@functools.lru_cache(maxsize=4096)
 def stream(noise: Noise) -> int:
     """The state that the noise of one layer starts from, before the query head."""
-    return _stream(noise.seed, noise.layer)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stream(seed: int, layer: int) -> int:
-    return int(hash_combine(torch.tensor(initial_state(seed), dtype=torch.int64), layer))
+    return int(hash_combine(torch.tensor(initial_state(noise.seed), dtype=torch.int64), noise.layer))
 
 
 def is_plain(temperature: Temperature, noise: Noise | None) -> bool:
