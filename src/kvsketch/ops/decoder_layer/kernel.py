@@ -10,18 +10,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common import early_start
-from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.kernel import begin, wait
 
 
 @triton.jit
 def _rms_norm(x, residual, weight, total, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(EARLY, False)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    begin(False, EARLY)
     value = tl.load(x + row * size + i, mask=i < size, other=0.0)
     if ADD:
         added = tl.load(residual + row * size + i, mask=i < size, other=0.0)

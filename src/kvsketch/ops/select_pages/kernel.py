@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.kernel import INF, NEG_INF, ordered_bits
+from kvsketch.ops.common.kernel import INF, NEG_INF, begin, ordered_bits
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, dense_last
 from kvsketch.ops.select_pages import Bounds, Limits, Text
 
@@ -99,8 +99,7 @@ def score_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of pages of one KV head for all query heads of its group, in float32."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(OVERLAP, False)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     real, _pad = real_tokens(seen_ptr, padding_ptr, b)
@@ -138,8 +137,7 @@ def choose_kernel(
     wanted = tl.minimum(full, (limit - 1).to(tl.int64))
     number = tl.arange(0, PAGES)
     eligible = number < newest
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    begin(False, OVERLAP)
     score = tl.load(scores_ptr + list_head * pages + number, mask=eligible & (number < pages), other=NEG_INF)
     key = ordered_bits(tl.where(score == score, score, NEG_INF))
 
