@@ -19,7 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvsketch.ops.chunk_attention import Arguments
 from kvsketch.ops.common.device import TileLaunch, device_traits, on
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, described_rows, dot, load_rows, tanh_ratio
-from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, load_weights, normalizer
+from kvsketch.ops.common.sums import add_terms, load_weights, no_terms, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -120,8 +120,7 @@ def chunk_kernel(
     first = tokens - queries
     places = first + rows
     q = load_rows(q_rows, b, head, start, BLOCK_M, BLOCK_D)
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
     # Tokens [begin, whole) are seen by all queries of the tile, those from `last` on by none.
@@ -174,12 +173,11 @@ def chunk_kernel(
         if TIED:
             den_origin, den_total = origin, total
 
-    by_origin, by_total = clip_denominator(origin, total, den_origin, den_total, log2_clip)
+    sink = sink_ptr
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + head).to(tl.float32)
-        den_origin, den_total = add_sink(den_origin, den_total, sink)
-        by_origin, by_total = add_sink(by_origin, by_total, sink)
-    out = acc * normalizer(origin, total, by_origin, by_total)[:, None]
+    factor_of_row, den_origin, den_total = normalizer(origin, total, den_origin, den_total, log2_clip, sink)
+    out = acc * factor_of_row[:, None]
     columns = tl.arange(0, BLOCK_DV)
     out_rows = (b.to(tl.int64) * queries + rows) * query_heads + head
     inside = row_inside[:, None] & (columns[None, :] < DV)

@@ -57,7 +57,7 @@ from kvsketch.ops.common.kernel import (
     tanh_ratio,
 )
 from kvsketch.ops.common.ragged import CODED_PROGRAMS
-from kvsketch.ops.common.sums import add_terms, combine
+from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -380,8 +380,7 @@ def read_extra(
     query = tl.arange(0, BLOCK_M)
     scores = scores_ptr + (head * GROUP + query) * count
     weights = weights_ptr + (head * WEIGHTS + tl.where(WEIGHTS > 1, query, 0)) * count
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
     tiles = tl.cdiv(count, EXTRA_TILE)
     for tile in tl.range(tiles * split // splits, tiles * (split + 1) // splits, num_stages=STAGES):
@@ -396,8 +395,7 @@ def read_extra(
         acc = dot(v, operand(terms, DTYPE, True), acc * of_rows(shrink, True))
     at = (head * GROUP + query) * (before + splits) + before + split
     store_columns(acc_ptr + at * DV, once(acc), query < GROUP, 0, 1, DV, BLOCK_DV)
-    tl.store(sums_ptr + at * 4, origin, mask=query < GROUP)
-    tl.store(sums_ptr + at * 4 + 1, total, mask=query < GROUP)
+    store_sums(sums_ptr, at, origin, total, origin, total, query < GROUP, True)
 
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
@@ -438,8 +436,7 @@ def pieces_kernel(
     q = load_columns(q_rows, query < GROUP, 0, 1, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     k_base = k_ptr + b * k_strides[0] + h * k_strides[1]
     v_base = v_ptr + b * v_strides[0] + h * v_strides[1]
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     listed = rows_ptr + (head * LISTS + which) * row_count
     if in_list:
@@ -478,8 +475,7 @@ def pieces_kernel(
 
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
     store_columns(acc_ptr + at * DV, acc, reads, 0, 1, DV, BLOCK_DV)
-    tl.store(sums_ptr + at * 4, origin, mask=reads)
-    tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+    store_sums(sums_ptr, at, origin, total, origin, total, reads, True)
 
 
 @triton.jit
@@ -592,8 +588,7 @@ def coded_pieces_kernel(
     q, lift = query_operands(q, HALF)  # four parts [BLOCK_D, 2 BLOCK_M], [2 BLOCK_M]
     # <q, center> is in the logit of every row alike: without a cap it joins at the end.
     late = q_center * (scale * LOG2E)
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     zero = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
     acc = (zero, zero, zero, zero)
     exact_place = tl.arange(0, EXACT_BLOCK)
@@ -669,8 +664,7 @@ def coded_pieces_kernel(
 
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
     store_by_words(acc_ptr + at * DV, acc, reads, DV, BLOCK_DV)
-    tl.store(sums_ptr + at * 4, origin, mask=reads)
-    tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+    store_sums(sums_ptr, at, origin, total, origin, total, reads, True)
 
 
 @triton.jit
