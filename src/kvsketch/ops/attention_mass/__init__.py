@@ -1,8 +1,6 @@
 """How much attention each token received: column sums of the softmax, without the matrix.
 
-Three files: the operations and their checks here; the definition in torch, a block of rows at a time, in
-`reference.py`; the Triton programs and their launches in `kernel.py`. Memory grows with the number of tokens, not with
-its square.
+Memory grows with the number of tokens, not with its square.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S columns (keys), D
 head size. A row is one query of one query head. A place is a logical index, a position is that without left padding.

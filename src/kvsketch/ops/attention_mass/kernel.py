@@ -18,7 +18,7 @@ One new token adds to the scores in one launch or two:
     shares_kernel   scores_j <- fade scores_j + reduce over the query heads of exp(s_j - lse), both from attention
 
 Their grid depends only on shapes, and all numbers that change from step to step are read on the device, so a captured
-step can be replayed. Legend: see the package docstring; `first` is the place of row 0.
+step can be replayed. `first` is the place of row 0.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Attention mass in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Attention mass in torch.
 
 Whole rows are processed in blocks: a row's sum and its share of every column are available together, and memory is that
-of one block. Legend: see the package docstring.
+of one block.
 """
 
 from __future__ import annotations

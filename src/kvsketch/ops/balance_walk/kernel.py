@@ -6,7 +6,7 @@ then the tokens one after the other, which needs only the ROWS x ROWS tile of th
 is written to a scratch buffer, from which a step loads one column: selecting it from registers would cost more.
 
 Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that
-tensor cores multiply the 16-bit keys as they are. Legend: see the package docstring.
+tensor cores multiply the 16-bit keys as they are.
 """
 
 from __future__ import annotations

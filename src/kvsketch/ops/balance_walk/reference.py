@@ -1,7 +1,4 @@
-"""The balancing walk in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: M blocks at a time, b tokens per block; the rest as in the package docstring.
-"""
+"""The balancing walk in torch. Legend: M blocks at a time; the rest as in the package docstring."""
 
 from __future__ import annotations
 

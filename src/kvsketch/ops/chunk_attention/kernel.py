@@ -3,7 +3,7 @@
 One program takes one tile of queries of one query head and reads tokens and slots tile by tile, with the sums of
 `common/sums.py`. The tokens come first: they weigh the same in numerator and denominator, so that one sum serves both;
 then the denominator gets a sum of its own and the slots follow.
-Legend: see the package docstring; `first` is the place of query 0 among the tokens.
+`first` is the place of query 0 among the tokens.
 """
 
 from __future__ import annotations

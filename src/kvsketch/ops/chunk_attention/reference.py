@@ -1,6 +1,6 @@
 """Chunk attention in torch: weighted attention over slots and tokens together, with a causal mask over the tokens.
 
-Queries are taken in blocks, so that a long chunk fits in memory. Legend: see the package docstring.
+Queries are taken in blocks, so that a long chunk fits in memory.
 """
 
 from __future__ import annotations

@@ -1,13 +1,5 @@
 """Which tokens belong to which cluster, as one list sorted by cluster, and the means of the clusters.
 
-    order    the slots 0..n-1 by label, ascending inside a cluster; slots without a cluster (label -1) come last
-    sizes    how many slots each cluster has
-    offsets  where each cluster begins in `order`
-
-`reference.py` sorts in torch. `kernel.py` counts: a slot's place is where its cluster begins, plus the slots of that
-cluster in earlier tiles, plus those before it in its own tile. No slot is written twice and only whole numbers are
-added atomically, so a result never depends on timing.
-
 Legend: B batch rows, H KV heads, n slots, C clusters, D size of a row.
 """
 

@@ -2,7 +2,8 @@
 
 rank: which of the slots of its cluster in its tile a slot is, and how many slots each cluster has in each tile.
 scan: how many slots each cluster has in the tiles before each. start: where each cluster begins. place: the three
-together say where a slot goes. Legend: see the package docstring.
+together say where a slot goes. No slot is written twice and only whole numbers are added atomically, so a result never
+depends on timing.
 """
 
 from __future__ import annotations

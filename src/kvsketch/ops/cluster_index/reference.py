@@ -1,7 +1,4 @@
-"""The cluster index in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""The cluster index in torch."""
 
 from __future__ import annotations
 

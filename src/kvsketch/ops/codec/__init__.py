@@ -7,8 +7,7 @@ R is a Hadamard matrix times random signs, so that every channel carries the sam
 uniform step for a normal variable. The step has no neighbours: a vector is written, moved and dropped alone. Whoever
 reads products needs no decoding: <q, x^> = <q, center> + step <R q, z>.
 
-Three files: the operation here, the definition in torch in `reference.py`, the Triton program in `kernel.py`. Codes
-and steps of both are equal bit for bit, for y is computed in integers, whose sums are exact in any order:
+Codes and steps are equal bit for bit on every device, for y is computed in integers, whose sums are exact in any order:
 
     n = rint(2^k (x - center)),  k such that the largest |n| is in [2^14, 2^15],   y = T n,  T = m sqrt(p) R
 

@@ -1,6 +1,4 @@
-"""The pieces in Triton, one launch each; every rounding of the reference is repeated. See reference.py for the
-formulas.
-"""
+"""The pieces in Triton, one launch each; every rounding of the reference is repeated."""
 
 from __future__ import annotations
 

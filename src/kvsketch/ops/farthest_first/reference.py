@@ -1,7 +1,7 @@
-"""Farthest-first centers in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Farthest-first centers in torch.
 
 `nearest` [B, H, N] is the squared distance of each key to its nearest center, -1 for a center and for a key that
-takes no part. Legend: see the package docstring.
+takes no part.
 """
 
 from __future__ import annotations

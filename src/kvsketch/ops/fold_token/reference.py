@@ -1,7 +1,4 @@
-"""Folding one token in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-The host never waits for the device, and no shape depends on data. Legend: see the package docstring.
-"""
+"""Folding one token in torch: the host never waits for the device, and no shape depends on data."""
 
 from __future__ import annotations
 

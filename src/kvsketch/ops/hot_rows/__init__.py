@@ -11,10 +11,6 @@ on are equal; of places equally old the lower one goes first; the places taken a
 order of the last list entry that names each. So results never depend on timing. There must be as many hot places as
 entries in all lists of a KV head; with R times as many, what the last R calls read is still there.
 
-`reference.py` is the definition in torch. `kernel.py` takes two launches. In the first, programs look up parts of the
-lists, and the last one of each KV head gives places to what is missing; in the second, missing rows are copied straight
-out of pinned memory. Nothing is read back by the host.
-
 Legend: B batch rows, H KV heads, L lists (a multiple of H), M entries per list, N tokens of the store, C hot places.
 """
 

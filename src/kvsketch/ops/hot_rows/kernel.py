@@ -1,4 +1,4 @@
-"""Hot rows on a GPU: one launch decides which rows are missing, one copies them. Legend: see the package docstring."""
+"""Hot rows on a GPU: one launch decides which rows are missing, one copies them straight out of pinned memory."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Hot rows in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Hot rows in torch."""
 
 from __future__ import annotations
 

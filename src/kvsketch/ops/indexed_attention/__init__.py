@@ -1,21 +1,15 @@
 """Attention of one query to chosen rows of a store of keys and values, read where they lie.
 
-    out(q) = ( sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c ) / ( sum_i exp(s_i) + sum_c exp(s_c + w_c) )
-
-i runs over the listed rows and over a few contiguous spans that every query reads; s = scale * <q, k>. The second terms
-are optional: one slot for what each cluster leaves unread, its mean key k_c, its mean value v_c, and w_c = log of the
-number of unread tokens.
-
-A cluster t that was read in part holds the rows `cut` of the list. Its slot is to stand for the mean value of the rest,
-(n v_t - sum of the rows read) / (n - rows read), so that the numerator has one more term,
+Extra slots stand for what each cluster leaves unread: with its mean key k_c, its mean value v_c, and w_c = log of the
+number of unread tokens. A cluster t that was read in part holds the rows `cut` of the list. Its slot is to stand for
+the mean value of the rest, (n v_t - sum of the rows read) / (n - rows read), so that the numerator has one more term,
 
     - exp(s_t) sum_{i in cut} (v_i - v_t)
 
 and keys that are equal inside a cluster make the answer exact, whatever their values. The slot keeps the mean key of
 the whole cluster: that of the rest would magnify the rounding of k_t by n / (n - rows read), inside an exponent.
 
-`reference.py` is the definition in torch. In `kernel.py` rows are gathered by pointer inside the Triton program, so a
-store may also lie in pinned host memory.
+Kernels gather rows by pointer, so a store may also lie in pinned host memory.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, L lists (Hq: one per query head; H: one per group), M rows
 per list, N slots of the store, R spans, C extra slots, D key size, Dv value size.

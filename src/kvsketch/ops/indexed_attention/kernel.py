@@ -6,7 +6,6 @@ heads of the group are then computed along with it and not stored: a tile of the
 time goes into reading. Sums are kept as in weighted attention and combined by the same program (`common/sums.py`).
 4-bit rows have a program of their own, which sums values rotated around their center, with slots as the long side of
 its products (`common/few_bits.py`). Extra slots are read by their scores, which a method that ranks them has.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Indexed attention in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Indexed attention in torch."""
 
 from __future__ import annotations
 

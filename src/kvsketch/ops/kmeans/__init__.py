@@ -17,10 +17,6 @@ and one key of each run is drawn by (seed, layer, first_position, head, number o
 first_head. They are distinct, all keys of a run are equally likely, and a row's draw does not depend on batch or
 padding. Each row has min(its count, its keys) live clusters; the others stay empty, with centroid 0.
 
-`reference.py` is the definition in torch. `kernel.py` never holds scores in memory: a program keeps the best cluster of
-each of its keys while it walks over the centroids; `ops.cluster_index` then sorts the keys by label, and each cluster
-sums its own in order. Results do not depend on timing.
-
 Legend: B batch rows, H KV heads, n keys, C clusters, D key size.
 """
 

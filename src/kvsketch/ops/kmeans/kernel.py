@@ -5,7 +5,6 @@ the largest |d_c - m| of the head; then its bits order like the score, and the l
 number in its tile, counted down: one integer maximum finds score and centroid, and the lowest centroid of equals.
 Scores closer than |k| r / 2^16 may count as equal. By distance keys are k - m, and the lift has r^2 / 2 more.
 begin finds m and, like the means of a round, subtracts it from each direction that it writes: no launch is added.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Rows of pages in Triton: one program per row and KV head, one launch each way. See reference.py for the meaning."""
+"""Rows of pages in Triton: one program per row and KV head, one launch each way."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of pages in torch: the definition the kernels are tested against, and the path used on a CPU."""
+"""Rows of pages in torch."""
 
 from __future__ import annotations
 

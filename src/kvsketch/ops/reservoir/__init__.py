@@ -5,8 +5,6 @@ token that fired in it. With threshold 2^32 w_i / (w_1 + ... + w_i) a slot holds
 total of all weights, whatever the length of the stream, and slots are independent. A stream split into blocks gives the
 same slots. 32 bits, not the 23 of a float32: the probability of a late token is one over the length of the stream.
 
-`reference.py` builds the whole matrix of draws, block by block; `kernel.py` keeps only the last firing of each slot.
-
 Legend: B batch rows, H KV heads, n tokens in stream order, S slots of a reservoir, C reservoirs per head.
 """
 

@@ -1,7 +1,4 @@
-"""Reservoirs on a GPU: each program draws for a stretch of tokens and a block of slots, and keeps the last firing.
-
-The draws are those of the reference, bit for bit, and are never stored. Legend: see the package docstring.
-"""
+"""Reservoirs on a GPU: each program draws for a stretch of tokens and a block of slots, and keeps the last firing."""
 
 from __future__ import annotations
 

@@ -4,8 +4,7 @@
     k_i'   = k_i rotated by gone_i positions:    k[c] + i k[c + half]  times  exp(i gone_i angle_c),     c < half
 
 A rotary logit depends only on the distance between query and key. So the distance from slot i to the newest token
-becomes the number of stored tokens between them. Channels from 2 half on are not rotary and stay. `reference.py` is the
-definition in torch, `kernel.py` the same in Triton.
+becomes the number of stored tokens between them. Channels from 2 half on are not rotary and stay.
 
 Angles come as whole numbers of 2^-40 turns. Products of integers wrap around as angles do, so a rotation by a million
 positions is as exact as by one; a float32 product would be off by hundredths of a radian.

@@ -1,7 +1,4 @@
-"""Rotated keys in Triton, one launch: a program counts the tokens dropped after its slots and rotates their keys.
-
-See reference.py for the formulas.
-"""
+"""Rotated keys in Triton, one launch: a program counts the tokens dropped after its slots and rotates their keys."""
 
 from __future__ import annotations
 

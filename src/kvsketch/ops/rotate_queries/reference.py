@@ -1,4 +1,4 @@
-"""Rotated queries in torch: the definition the kernel is tested against, and the path used on a CPU."""
+"""Rotated queries in torch."""
 
 from __future__ import annotations
 

@@ -8,10 +8,6 @@ A cluster that scores -inf is never taken. The tokens come as one list of slots 
 KV head when its group shares a choice), cluster by cluster in the order of their numbers, -1 where fewer exist than the
 budget.
 
-`reference.py` does what is written above. `kernel.py` needs no sort: the score of the last cluster taken is found bit
-by bit, one weighted count for each of its 32 bits, by one program for each list. Shapes are static, and the host never
-waits for the device.
-
 Legend: B batch rows, H KV heads, L list heads (a multiple of H), C clusters, n slots, D key size.
 """
 

@@ -1,4 +1,8 @@
-"""Selection of clusters on a GPU: one launch for the scores, one for the lists. Legend: see the package docstring."""
+"""Selection of clusters on a GPU: one launch for the scores, one for the lists.
+
+No sort is needed: the score of the last cluster taken is found bit by bit, one weighted count for each of its 32 bits.
+Shapes are static, and the host never waits for the device.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Selection of clusters in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Selection of clusters in torch."""
 
 from __future__ import annotations
 

@@ -9,12 +9,6 @@ scores, `count` pages in all; equal scores go to the lower page, a score that is
 as one list for each query head, in ascending order, -1 behind the last. With a budget in tokens a query reads
 max(least, budget / page) pages; a row that has no more than the budget before its newest token is read whole.
 
-`widen_pages` updates the bounds: it extends those of the pages of the newest tokens, in place.
-
-`reference.py` does what is written above. `kernel.py` selects pages in two launches: scores, for which the bounds of a
-page are read once for all query heads of a group, and lists, by a search for the bits of the last score taken, two at a
-time. Bounds take one launch, for one token as for a prompt. The host never waits for the device.
-
 Legend: B batch rows, H KV heads, Hq query heads, P pages with room, D key size, n new tokens.
 """
 

@@ -1,4 +1,4 @@
-"""Choice of pages on a GPU: one launch for scores, one for lists, one for bounds. Legend: see the package docstring."""
+"""Choice of pages on a GPU: one launch each for scores, lists and bounds; the host never waits for the device."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Choice of pages in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Choice of pages in torch."""
 
 from __future__ import annotations
 

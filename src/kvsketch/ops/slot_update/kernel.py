@@ -1,6 +1,4 @@
-"""Slot updates in Triton: one launch per update, of one program per batch row and KV head, or one for a few of them.
-See reference.py for the formulas.
-"""
+"""Slot updates in Triton: one launch per update, of one program per batch row and KV head, or one for a few of them."""
 
 from __future__ import annotations
 

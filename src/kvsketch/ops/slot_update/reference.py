@@ -1,4 +1,4 @@
-"""Slot updates in torch: the definition the kernels are tested against, and the path used on a CPU."""
+"""Slot updates in torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The products in Triton: one program reads BLOCK_N rows of a weight from end to end. See reference.py.
+"""The products in Triton: one program reads BLOCK_N rows of a weight from end to end.
 
 A single row of input is multiplied in registers, several go through the tensor cores. Sums are in fp32; only their
 order differs from the library's products.

@@ -2,7 +2,6 @@
 
 A query is rotated like the codes, so that keys need no decoding; values are summed as codes, and the sum is rotated
 back. Heads are divided among as many threads as torch uses, where there is enough to read.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations

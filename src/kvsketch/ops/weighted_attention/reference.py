@@ -1,8 +1,7 @@
-"""Weighted attention in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Weighted attention in torch.
 
 Each sum is kept as (origin, sum of exp(x - origin)), origin = max x, so that nothing overflows unless the ratio of the
 two sums does. Query heads of one KV head are folded into rows: keys and values are never copied per query head.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations
