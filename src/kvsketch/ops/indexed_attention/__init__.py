@@ -117,26 +117,23 @@ class Arguments:
         if queries != 1:
             raise ValueError(f"q must hold one query, got {queries}; read several with weighted_attention.")
         if k.shape[0] != batch or k.shape[3] != size or v.shape[:3] != k.shape[:3]:
-            raise ValueError(f"k_store {_shape(k)} and v_store {_shape(v)} must fit q {_shape(q)} and one another.")
+            raise ValueError(
+                f"k_store {list(k.shape)} and v_store {list(v.shape)} must fit q {list(q.shape)} and one another."
+            )
         check_groups(query_heads, heads, "k_store")
         if self.rows.dim() != 3 or self.rows.shape[0] != batch or self.rows.shape[1] not in (query_heads, heads):
-            raise ValueError(f"rows must be [{batch}, {query_heads} or {heads}, rows], got {_shape(self.rows)}.")
+            raise ValueError(f"rows must be [{batch}, {query_heads} or {heads}, rows], got {list(self.rows.shape)}.")
         if self.rows.dtype != torch.int32:
             raise ValueError(f"rows must be int32 slot numbers, got {self.rows.dtype}.")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
         check("sink_logits", self.sink_logits, (query_heads,))
         if self.spans is not None:
-            _check_spans(self.spans, batch)
+            check("spans", self.spans.edges, (batch, "spans", 2), torch.int32)
+            if (most := self.spans.most) < 1:
+                raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
         if self.extra is not None:
             _check_extra(self.extra, q, v.shape[3], heads, self.rows.shape[1])
-
-
-def _check_spans(spans: Spans, batch: int) -> None:
-    edges, most = spans
-    check("spans", edges, (batch, "spans", 2), torch.int32)
-    if most < 1:
-        raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
 
 
 def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: int) -> None:
@@ -144,13 +141,8 @@ def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: in
     check("extra_k", extra.k, (batch, heads, "slots", size))
     count = extra.k.shape[2]
     check("extra_v", extra.v, (batch, heads, count, value_size))
-    if tuple(extra.log_weight.shape) not in ((batch, query_heads, count), (batch, heads, count)):
-        raise ValueError(
-            f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {_shape(extra.log_weight)}."
-        )
+    weights = list(extra.log_weight.shape)
+    if weights not in ([batch, query_heads, count], [batch, heads, count]):
+        raise ValueError(f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {weights}.")
     check("extra_cut", extra.cut, (batch, lists, 3), torch.int32)
     check("extra_scores", extra.scores, (batch, query_heads, count), torch.float32)
-
-
-def _shape(tensor: Tensor | CodedSlots) -> list[int]:
-    return list(tensor.shape)

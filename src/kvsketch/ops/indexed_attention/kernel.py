@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -156,21 +156,13 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     return Attended(out, state[0], state[1])
 
 
-class Unread(NamedTuple):
-    """Extra slots as the kernels take them."""
-
-    scores: Tensor | None = None  # [B, Hq, C] float32
-    v: Tensor | None = None
-    log_weight: Tensor | None = None  # [B, Hq or H, C] float32
-    cut: Tensor | None = None
-
-    @classmethod
-    def of(cls, call: Arguments) -> Unread:
-        if call.extra is None or not call.extra.k.shape[2]:
-            return cls()
-        k, v, log_weight, cut, scores = call.extra
-        scores = cluster_scores(call.q, k) if scores is None else scores
-        return cls(scores.contiguous(), dense_last(v), log_weight.float().contiguous(), contiguous(cut))
+def _unread(call: Arguments) -> tuple[Tensor | None, ...]:
+    """Scores [B, Hq, C] float32, values, weights float32 and cut of the extra slots, as the kernels take them."""
+    if call.extra is None or not call.extra.k.shape[2]:
+        return None, None, None, None
+    k, v, log_weight, cut, scores = call.extra
+    scores = cluster_scores(call.q, k) if scores is None else scores
+    return scores.contiguous(), dense_last(v), log_weight.float().contiguous(), contiguous(cut)
 
 
 def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor) -> None:
@@ -203,19 +195,20 @@ def _grid(call: Arguments, launch: Plan) -> tuple[int]:
 
 def _shared(call: Arguments, launch: Plan) -> dict[str, Any]:
     """Arguments that both programs take."""
-    spans, extra, heads, q = call.spans, Unread.of(call), call.k.shape[1], dense_last(call.q)
+    spans, heads, q = call.spans, call.k.shape[1], dense_last(call.q)
+    scores, means, weights, cut = _unread(call)
     bound = {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
     return {
         "rows_ptr": call.rows.contiguous(), "spans_ptr": None if spans is None else spans.edges.contiguous(),
-        "scores_ptr": extra.scores, "means_ptr": extra.v, "weights_ptr": extra.log_weight, "cut_ptr": extra.cut,
+        "scores_ptr": scores, "means_ptr": means, "weights_ptr": weights, "cut_ptr": cut,
         "scale": call.scale, "softcap": call.softcap, "kv_heads": heads,
         "row_count": call.rows.shape[2], "span_count": 0 if spans is None else spans.most,
-        "extra_count": 0 if extra.v is None else extra.v.shape[2],
+        "extra_count": 0 if means is None else means.shape[2],
         "list_splits": launch.list_splits, "span_splits": launch.span_splits, "extra_splits": launch.extra_splits,
-        "q_strides": q.stride()[:2], "mean_strides": None if extra.v is None else slot_strides(extra.v),
+        "q_strides": q.stride()[:2], "mean_strides": None if means is None else slot_strides(means),
         "GROUP": q.shape[1] // heads, "LISTS": call.rows.shape[1] // heads,
         "SPANS": 0 if spans is None else spans.edges.shape[1],
-        "WEIGHTS": 1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
+        "WEIGHTS": 1 if weights is None else weights.shape[1] // heads,
         "BLOCK_N": launch.block_n, "STAGES": launch.stages, "OVERLAP": launch.overlap, "num_warps": launch.warps,
         **bound,
     }  # fmt: skip
