@@ -106,13 +106,6 @@ def update_means(
         )  # fmt: skip
 
 
-@triton.jit
-def load_bins(labels, slot, count, clusters):
-    """Labels of slots, `clusters` for slots without a cluster; places beyond the last slot are in no bin."""
-    label = tl.load(labels + slot, mask=slot < count, other=0)
-    return tl.where(slot < count, tl.where(label < 0, clusters, label), 2147483647)
-
-
 @triton.jit(do_not_specialize=["count", "clusters", "tile"])
 def rank_kernel(
     labels_ptr, ranks_ptr, counts_ptr, count, clusters, tile,
@@ -173,7 +166,9 @@ def place_kernel(
     head = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < count
-    label = load_bins(labels_ptr + head * count, slot, count, clusters)
+    # Slots without a cluster are in bin `clusters`, places beyond the last slot in none.
+    label = tl.load(labels_ptr + head * count + slot, mask=inside, other=0)
+    label = tl.where(inside, tl.where(label < 0, clusters, label), 2147483647)
     last = head * clusters + clusters - 1
     end = tl.load(offsets_ptr + last) + tl.load(sizes_ptr + last)
     begin = tl.load(offsets_ptr + head * clusters + label, mask=label < clusters, other=0)

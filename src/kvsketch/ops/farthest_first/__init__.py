@@ -57,7 +57,11 @@ def farthest_first(
     times the bound. Returns the index [B, H, count] int64 of the centers in the order of choice, -1 where there are
     no more keys, and the radius [B, H] float32. A smaller count gives the beginning of the same list.
     """
-    _check(keys, count, valid, given, form)
+    check_keys(keys)
+    check("valid", valid, keys.shape[:3], torch.bool)
+    if count < 0 or given < 1:
+        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
+    check_choice("form", form, FORMS)
     if valid is None:
         valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
     return implementation("farthest_first", keys.device, keys).farthest_first(keys, count, valid, given, form)
@@ -69,15 +73,6 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
     keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
     """
     return reference_of("farthest_first").nearest_center(keys, centers)
-
-
-def _check(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
-    """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
-    check_keys(keys)
-    check("valid", valid, keys.shape[:3], torch.bool)
-    if count < 0 or given < 1:
-        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
-    check_choice("form", form, FORMS)
 
 
 class Tiles(NamedTuple):

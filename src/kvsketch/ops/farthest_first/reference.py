@@ -49,7 +49,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
             cover(nearest, points, index[..., step : step + 1])
     else:
         _fill_coarsely(index, nearest, points, Tiles.of(valid))
-    return Centers(index, radius_of(nearest))
+    return Centers(index, nearest.amax(-1).clamp_min(0).sqrt().float())
 
 
 def first_centers(valid: Tensor, count: int, given: int) -> tuple[Tensor, Tensor]:
@@ -77,10 +77,6 @@ def cover(nearest: Tensor, points: Points, centers: Tensor) -> None:
     torch.minimum(nearest, distance.amin(-1), out=nearest)
     marks = torch.full_like(centers, -1, dtype=nearest.dtype).masked_fill_(absent, float("inf"))
     nearest.scatter_reduce_(2, centers.clamp_min(0), marks, "amin")
-
-
-def radius_of(nearest: Tensor) -> Tensor:  # [B, H]
-    return nearest.amax(-1).clamp_min(0).sqrt().float()
 
 
 def fill_with_equals(index: Tensor, nearest: Tensor) -> None:

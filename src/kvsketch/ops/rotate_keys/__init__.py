@@ -32,7 +32,14 @@ def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Ten
     [1]: tokens seen. turns [half] int64: the angle of one position in channels c and c + half (`whole_turns`). Computed
     in float32 and rounded once to the dtype of the keys; the host never waits for the device.
     """
-    check_arguments(keys, index, seen, turns)
+    if keys.dim() != 4 or index.shape != keys.shape[:3] or index.is_floating_point():
+        raise ValueError(
+            f"index must hold a whole number for each slot of keys [B, H, S, D], got {index.dtype} "
+            f"{list(index.shape)} for {list(keys.shape)}."
+        )
+    check_turns(turns, keys.shape[3])
+    if seen.numel() != 1 or seen.is_floating_point():
+        raise ValueError(f"seen must be one whole number, the tokens seen, got {seen.dtype} {list(seen.shape)}.")
     return implementation("rotate_keys", keys.device, keys).rotate_keys(keys, index, seen, turns)
 
 
@@ -49,15 +56,3 @@ def check_turns(turns: Tensor, size: int) -> None:
             f"turns must be int64 [half] with half at most {size // 2} for heads of size {size}, "
             f"got {turns.dtype} {list(turns.shape)}; see rotate_keys.whole_turns."
         )
-
-
-def check_arguments(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> None:
-    """Raise ValueError when a shape or dtype does not fit the others."""
-    if keys.dim() != 4 or index.shape != keys.shape[:3] or index.is_floating_point():
-        raise ValueError(
-            f"index must hold a whole number for each slot of keys [B, H, S, D], got {index.dtype} "
-            f"{list(index.shape)} for {list(keys.shape)}."
-        )
-    check_turns(turns, keys.shape[3])
-    if seen.numel() != 1 or seen.is_floating_point():
-        raise ValueError(f"seen must be one whole number, the tokens seen, got {seen.dtype} {list(seen.shape)}.")

@@ -71,7 +71,14 @@ def select_pages(
     more tokens than its budget before the newest. Equal scores go to the lower page.
     """
     bounds, text, limits = Bounds(page_min, page_max), Text(seen, padding, page), Limits(count, budgets, least, budget)
-    _check_selection(q, bounds, text, limits)
+    _check_bounds(bounds, text)
+    batch, heads, _, size = page_min.shape
+    check("q", q, (batch, "heads", 1, size))
+    check_groups(q.shape[1], heads, "page_min")
+    check_least("count", count, 1, " page")
+    check_least("least", least, 1, " page")
+    check_least("budget", 1 if budget is None else budget, 1, " token")
+    check("budgets", budgets, (batch,), torch.int32)
     return implementation("select_pages", q.device, bounds).select_pages(q, bounds, text, limits)
 
 
@@ -91,7 +98,10 @@ def widen_pages(
     one new token lies in that slot. The rest as in `select_pages`.
     """
     bounds, text = Bounds(page_min, page_max), Text(seen, padding, page)
-    _check_widening(bounds, keys, text, slot)
+    _check_bounds(bounds, text)
+    batch, heads, _, size = page_min.shape
+    check("keys", keys, (batch, heads, "tokens", size), page_min.dtype)
+    check("slot", slot, (batch, heads, 1), torch.int64)
     implementation("select_pages", keys.device, bounds).widen_pages(bounds, keys, text, slot)
 
 
@@ -103,23 +113,3 @@ def _check_bounds(bounds: Bounds, text: Text) -> None:
     check("seen", text.seen, (1,), torch.int64)
     check("padding", text.padding, low.shape[:1], torch.int64)
     check_least("page", text.page, 1, " token")
-
-
-def _check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> None:
-    """Raise ValueError when the arguments of `select_pages` do not fit."""
-    _check_bounds(bounds, text)
-    batch, heads, _, size = bounds.low.shape
-    check("q", q, (batch, "heads", 1, size))
-    check_groups(q.shape[1], heads, "page_min")
-    check_least("count", limits.most, 1, " page")
-    check_least("least", limits.least, 1, " page")
-    check_least("budget", 1 if limits.budget is None else limits.budget, 1, " token")
-    check("budgets", limits.budgets, (batch,), torch.int32)
-
-
-def _check_widening(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
-    """Raise ValueError when the arguments of `widen_pages` do not fit."""
-    _check_bounds(bounds, text)
-    batch, heads, _, size = bounds.low.shape
-    check("keys", keys, (batch, heads, "tokens", size), bounds.low.dtype)
-    check("slot", slot, (batch, heads, 1), torch.int64)
