@@ -43,11 +43,11 @@ parts of a model's decode step, called by their kernels (`kernel_for`)
     decoder_layer        norm, rotary embedding, gated SiLU
     thin_linear          products of a few rows with large weights
 
-Each operation is a package of three files: `__init__.py` (signature, meaning, checks), `reference.py` (the definition
-in torch) and `kernel.py` (Triton: launch sizes, launches, programs); `weighted_attention` has its checks in `call.py`
-and a program for each format, `plain.py` and `coded.py`. A CUDA tensor goes to the kernel if it supports the call,
-everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share). Letters in shapes are
-explained in the docstring of each package.
+Each operation is a package: `__init__.py` (signature, meaning, checks, letters in shapes), `reference.py`
+(the definition in torch) and `kernel.py` (Triton: launch sizes, launches, programs), some with `native.py` (in C for a
+CPU). What has the name of the operation there does what its docstring says. `weighted_attention` has its checks in
+`call.py` and a program for each format, `plain.py` and `coded.py`. A CUDA tensor goes to the kernel if it supports the
+call, everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
 `KVSKETCH_KERNELS=reference` turns the kernels off, to check a result.
 """
 

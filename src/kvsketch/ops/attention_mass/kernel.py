@@ -71,7 +71,6 @@ def supported(rows: Tensor, columns: Tensor) -> bool:
 
 
 def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tensor:
-    """See `kvsketch.ops.attention_mass`."""
     call = Call(q, k.shape[1], k.shape[2], options)
     q, k = dense_last(q), dense_last(k)
     with on(q.device):
@@ -81,7 +80,6 @@ def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tens
 
 
 def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
-    """See `kvsketch.ops.mass_from_logits`."""
     assert options.index is not None
     call = Call(logits, options.index.shape[1], options.index.shape[2], options)
     logits = logits.contiguous()

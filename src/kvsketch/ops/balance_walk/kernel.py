@@ -209,7 +209,6 @@ def walk_kernel(
 
 
 def balance_walk(call: Arguments) -> Walked:
-    """See `kvsketch.ops.balance_walk`."""
     batch, heads, blocks, count = call.slots.shape
     device = call.k.device
     k, values = dense_last(call.k), dense_last(call.k if call.v is None else call.v)

@@ -14,7 +14,6 @@ MAX_GRAM = 1 << 24
 
 
 def balance_walk(call: Arguments) -> Walked:
-    """See `kvsketch.ops.balance_walk`."""
     slots, greedy = call.slots, call.walk == "greedy"
     uniforms = block_uniforms(slots, call.state, call.ids, call.first_head).flatten(0, 2)
     batch, heads, blocks, size = slots.shape

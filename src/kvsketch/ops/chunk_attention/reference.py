@@ -14,7 +14,6 @@ from kvsketch.ops.weighted_attention.reference import MAX_LOGITS, concatenated, 
 
 
 def chunk_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.chunk_attention`."""
     joined = _joined(call)
     batch, query_heads, queries, _ = call.q.shape
     block = max(1, MAX_LOGITS // max(1, batch * query_heads * joined.keys.shape[2]))

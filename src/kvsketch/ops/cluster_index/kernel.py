@@ -81,7 +81,6 @@ def empty_index(batch: int, heads: int, slots: int, clusters: int, device: torch
 
 
 def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
-    """See `kvsketch.ops.cluster_means`."""
     means = torch.zeros((*index.sizes.shape, rows.shape[3]), dtype=torch.float32, device=rows.device)
     update_means(rows, index, means)
     return means

@@ -88,8 +88,7 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     heads = k.shape[1]
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     _rotate[(query_heads + heads, new, batch)](
-        q, k, q_out, k_out, cos, sin, query_heads, heads, new, size // 2,
-        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
+        q, k, q_out, k_out, cos, sin, query_heads, heads, new, size // 2, *q.stride()[:3], *k.stride()[:3],
         cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BLOCK=triton.next_power_of_2(size // 2),
         num_warps=1, **early_start.launch(q.device),
     )  # fmt: skip

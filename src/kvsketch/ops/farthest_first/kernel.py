@@ -37,7 +37,6 @@ def supported(keys: Tensor) -> bool:
 
 
 def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:
-    """See `kvsketch.ops.farthest_first`."""
     batch, heads, length, size = keys.shape
     index, nearest = first_centers(valid, count, given)
     chosen = index.to(torch.int32).contiguous()

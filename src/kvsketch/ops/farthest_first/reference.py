@@ -37,7 +37,6 @@ class Points(NamedTuple):
 
 
 def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:
-    """See `kvsketch.ops.farthest_first`."""
     points = Points.of(keys)
     index, nearest = first_centers(valid, count, given)
     nearest = nearest.to(points.keys.dtype)
@@ -89,7 +88,6 @@ def fill_with_equals(index: Tensor, nearest: Tensor) -> None:
 
 
 def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """See `kvsketch.ops.nearest_center`."""
     chosen = Points.of(Points(keys, keys[..., 0]).at(centers).keys)
     absent = (centers < 0).unsqueeze(-2)
     block = max(1, MAX_DISTANCES // max(1, centers.numel()))

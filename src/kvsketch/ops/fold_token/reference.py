@@ -14,7 +14,6 @@ NEG_INF = float("-inf")
 
 
 def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
-    """See `kvsketch.ops.fold_token`."""
     real = state.clock if state.padding is None else state.clock - state.padding
     real = real.expand(state.plan.shape[0])
     slot = slot_of(real, state.plan, layout).view(-1, 1, 1).expand(state.next_slot.shape)

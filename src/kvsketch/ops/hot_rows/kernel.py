@@ -30,7 +30,6 @@ def supported(store: Store, buffer: Buffer) -> bool:
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
-    """See `kvsketch.ops.hot_rows`."""
     batch, heads, places = hot.token_of.shape
     rows = rows.contiguous()
     entries, tokens = rows.numel() // (batch * heads), hot.place_of.shape[2]

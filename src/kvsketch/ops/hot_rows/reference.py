@@ -9,7 +9,6 @@ from kvsketch.ops.hot_rows import CALLS, COPIES, HITS, OLDEST, READS, Buffer, Ho
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
-    """See `kvsketch.ops.hot_rows`."""
     batch, heads, _ = hot.token_of.shape
     tokens = rows.view(batch, heads, -1).long()
     tail = tail.view(-1, 1, 1).long()

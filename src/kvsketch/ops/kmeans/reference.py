@@ -26,7 +26,6 @@ def kmeans(
     stream: Stream,
     metric: str = "cosine",
 ) -> Clusters:
-    """See `kvsketch.ops.kmeans`."""
     batch, heads, length, size = keys.shape
     centroids = torch.zeros((batch, heads, clusters, size), dtype=torch.float32, device=keys.device)
     labels = torch.full((batch, heads, length), -1, dtype=torch.int32, device=keys.device)

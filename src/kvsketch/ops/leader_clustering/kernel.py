@@ -32,7 +32,6 @@ def supported(keys: Tensor) -> bool:
 def leader_clustering(
     keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
 ) -> Clustering:
-    """See `kvsketch.ops.leader_clustering`."""
     batch, heads, count, size = keys.shape
     room = representatives.shape[2]
     valid = valid.expand(batch, heads, count).to(torch.uint8).contiguous()

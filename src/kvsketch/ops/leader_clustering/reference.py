@@ -18,7 +18,6 @@ INF = float("inf")
 def leader_clustering(
     keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
 ) -> Clustering:
-    """See `kvsketch.ops.leader_clustering`."""
     count, room = keys.shape[2], representatives.shape[2]
     points = wide(keys)
     representatives, alive = representatives.clone(), alive.clone()

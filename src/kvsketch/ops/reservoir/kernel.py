@@ -24,7 +24,6 @@ def supported() -> bool:
 def reservoir(
     state: Tensor, positions: Tensor, threshold: Tensor, slots: int, labels: Tensor | None, reservoirs: int
 ) -> Tensor:
-    """See `kvsketch.ops.reservoir`."""
     batch, heads, count = threshold.shape
     last = torch.full((batch, heads, reservoirs, slots), -1, dtype=torch.int32, device=threshold.device)
     if count and slots and reservoirs:

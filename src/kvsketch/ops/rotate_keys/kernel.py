@@ -63,7 +63,6 @@ def supported(keys: Tensor) -> bool:
 
 
 def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
-    """See reference.rotate_keys."""
     batch, heads, slots, size = keys.shape
     half = turns.shape[0]
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)

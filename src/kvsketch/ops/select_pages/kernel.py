@@ -33,7 +33,6 @@ def supported(bounds: Bounds) -> bool:
 
 
 def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tensor:
-    """See `kvsketch.ops.select_pages`."""
     return choose_pages(page_scores(q, bounds, text), text, limits)
 
 
@@ -69,7 +68,6 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
 
 
 def widen_pages(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
-    """See `kvsketch.ops.widen_pages`."""
     batch, heads, _, size = bounds.low.shape
     keys = dense_last(keys)
     new = keys.shape[2] if slot is None else 1

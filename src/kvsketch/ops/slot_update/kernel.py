@@ -33,7 +33,6 @@ def supported(
 def write_token(
     keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
-    """See `kvsketch.ops.write_token`."""
     if isinstance(keys, CodedSlots) and isinstance(values, CodedSlots):
         _launch_coded(keys, values, slots, token, score)
     else:
@@ -253,7 +252,6 @@ def _free_lowest(
 
 
 def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
-    """See `kvsketch.ops.free_lowest`."""
     index, log_den, log_num = slots
     scores, padding, seen, sinks, recent = ranking
     batch, heads, count = index.shape

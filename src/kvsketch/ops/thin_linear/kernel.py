@@ -87,7 +87,6 @@ def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
 
 
 def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    """See reference.gated_linear."""
     count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
     tile = tile_for(count, 2 * outputs, device_traits(x.device))
     out = x.new_empty((*x.shape[:-1], outputs))

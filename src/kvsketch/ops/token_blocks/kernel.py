@@ -60,7 +60,6 @@ def supported(blocks: TokenBlocks, dtype: torch.dtype) -> bool:
 
 
 def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """See `kvsketch.ops.token_blocks.write_tokens`."""
     count = len(slots)
     if not count:
         return
@@ -133,7 +132,6 @@ def write_kernel(
 
 
 def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: float) -> Tensor:
-    """See `kvsketch.ops.token_blocks.block_attention`."""
     (batch, query_heads, size), (key, value) = q.shape, blocks.parts
     heads, value_size = blocks.shape.heads, value.codec.size
     group = query_heads // heads

@@ -68,7 +68,6 @@ def _readable(part: Tensor | CodedSlots, call: Arguments) -> bool:
 
 
 def weighted_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.weighted_attention`."""
     (batch, query_heads, queries, _), sizes, ragged = call.q.shape, call.sizes, call.ragged
     heads, flat = batch * sizes.kv_heads, (batch, query_heads, queries)
     rows = query_heads // sizes.kv_heads * queries

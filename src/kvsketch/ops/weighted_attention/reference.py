@@ -32,7 +32,6 @@ class Sum(NamedTuple):
 
 
 def weighted_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.weighted_attention`."""
     call = call.by_row()
     q, log_num, log_den = call.q, call.log_num, call.log_den
     batch, query_heads, queries, size = q.shape
