@@ -71,8 +71,8 @@ from kvsketch.ops.page_rows import close_rows, open_rows
 from kvsketch.ops.random import gumbel, uniform
 from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
-from kvsketch.ops.rotate_keys import rotate_keys
-from kvsketch.ops.rotate_queries import angles_of, rotate_by, rotate_queries
+from kvsketch.ops.rotate_keys import angles_of, rotate_keys
+from kvsketch.ops.rotate_queries import rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_token

@@ -49,6 +49,14 @@ def whole_turns(angles: tuple[float, ...], device: torch.device) -> Tensor:  # [
     return torch.tensor([round(angle / (2 * math.pi) * TURN) for angle in angles], dtype=torch.int64, device=device)
 
 
+def angles_of(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [B, P, half] each
+    """Cosine and sine of the angles of so many positions [B, P], for `rotate_by` of vectors of a dtype."""
+    phase = positions.unsqueeze(-1) * turns
+    phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
+    angle = phase.to(torch.promote_types(dtype, torch.float32)) * (2 * math.pi / TURN)
+    return angle.cos(), angle.sin()
+
+
 def check_turns(turns: Tensor, size: int) -> None:
     """Raise ValueError unless the turns fit heads of a size."""
     if turns.dim() != 1 or turns.dtype != torch.int64 or 2 * turns.shape[0] > size:
