@@ -165,8 +165,8 @@ class Options:
     def add(self, mass: Tensor) -> Tensor:
         """Adds the mass of each query head, [B, Hq, S], to the sums: one number for the query heads of a KV head."""
         grouped = mass.unflatten(1, (self.into.shape[1], -1))
-        reduced = {"sum": grouped.sum, "mean": grouped.mean, "max": grouped.amax}[self.reduce](2)
-        return self.into.mul_(self.fade).add_(reduced.float())
+        reduced_over = {"sum": grouped.sum, "mean": grouped.mean, "max": grouped.amax}[self.reduce]
+        return self.into.mul_(self.fade).add_(reduced_over(2).float())
 
 
 def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, index: Tensor | None) -> None:
