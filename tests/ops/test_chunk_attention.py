@@ -10,7 +10,9 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.chunk_attention import Arguments, Attended, Past, reference
+from kvsketch.ops.chunk_attention import Arguments, Past, reference
+from kvsketch.ops.common.device import TileLaunch
+from kvsketch.ops.weighted_attention import Attended
 from tests.ops.formula import needs_triton, poison, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -30,7 +32,7 @@ def attend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> A
     def in_small_tiles(call: Arguments) -> Attended:
         assert kernel.supported(call)
         tile = 16 if call.q.shape[2] * call.k.shape[2] < 1000 else 32 if call.q.shape[2] < 500 else 128
-        return kernel.chunk_attention(call, kernel.ChunkLaunch(2 * tile, tile, 4, 2))
+        return kernel.chunk_attention(call, TileLaunch(2 * tile, tile, 4, 2))
 
     return in_small_tiles
 

@@ -13,6 +13,7 @@ from sklearn.metrics import adjusted_rand_score
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.ops.common.device import TileLaunch
 from kvsketch.ops.kmeans import METRICS, Clusters, Stream, reference
 from tests.ops.formula import needs_triton, poison
 from tests.ops.recall_inputs import cones, cosine_scores, normal, with_common_part
@@ -176,7 +177,7 @@ def test_every_launch_gives_the_same(device: torch.device) -> None:
 
     data = normal(1, 1, 100, 16).to(device)
     results = [
-        kernel.kmeans(data, 20, None, None, 1, Stream(0, 0, 0), launch=kernel.KMeansLaunch(keys, clusters, 4, 2))
+        kernel.kmeans(data, 20, None, None, 1, Stream(0, 0, 0), launch=TileLaunch(keys, clusters, 4, 2))
         for keys, clusters in ((16, 16), (128, 32))
     ]
     assert torch.equal(results[0].labels, results[1].labels)

@@ -43,10 +43,11 @@ parts of a model's decode step, called by their kernels (`kernel_for`)
     decoder_layer        norm, rotary embedding, gated SiLU
     thin_linear          products of a few rows with large weights
 
-Each operation is a package of three files: `__init__.py` (signature, meaning, checks), `reference.py` (the definition
-in torch) and `kernel.py` (Triton: launch sizes, launches, programs); `weighted_attention` has its checks in `call.py`
-and a program for each format, `plain.py` and `coded.py`. A CUDA tensor goes to the kernel if it supports the call,
-everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
+Each operation is a package: `__init__.py` (signature, meaning, checks, letters in shapes), `reference.py`
+(the definition in torch) and `kernel.py` (Triton: launch sizes, launches, programs), some with `native.py` (in C for a
+CPU). What has the name of the operation there does what its docstring says. `weighted_attention` has its checks in
+`call.py` and a program for each format, `plain.py` and `coded.py`. A CUDA tensor goes to the kernel if it supports the
+call, everything else to the reference (`common/dispatch.py`; `common/` also holds what kernels share).
 `KVSKETCH_KERNELS=reference` turns the kernels off, to check a result.
 """
 
@@ -70,8 +71,8 @@ from kvsketch.ops.page_rows import close_rows, open_rows
 from kvsketch.ops.random import gumbel, uniform
 from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
-from kvsketch.ops.rotate_keys import rotate_keys
-from kvsketch.ops.rotate_queries import angles_of, rotate_by, rotate_queries
+from kvsketch.ops.rotate_keys import angles_of, rotate_keys
+from kvsketch.ops.rotate_queries import rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_token

@@ -1,8 +1,6 @@
 """How much attention each token received: column sums of the softmax, without the matrix.
 
-Three files: the operations and their checks here; the definition in torch, a block of rows at a time, in
-`reference.py`; the Triton programs and their launches in `kernel.py`. Memory grows with the number of tokens, not with
-its square.
+Memory grows with the number of tokens, not with its square.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S columns (keys), D
 head size. A row is one query of one query head. A place is a logical index, a position is that without left padding.
@@ -93,8 +91,7 @@ def attention_mass(
     seen = k.shape[2] if seen is None else seen
     options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
     options.check(q.shape[:3], k.shape[1], k.shape[2])
-    result: Tensor = implementation("attention_mass", q.device, q, k).attention_mass(q, k, scale, options)
-    return result
+    return implementation("attention_mass", q.device, q, k).attention_mass(q, k, scale, options)
 
 
 def mass_from_logits(
@@ -118,12 +115,14 @@ def mass_from_logits(
     index [B, H, S]: the tokens in the slots, negative for empty ones. row_lse [B, Hq]: log of the sum if known (plain
     attention only). The rest as in `attention_mass`. No key is read, and the host never waits for the device.
     """
-    _check_logits(logits, index)
+    each = ("batch", "heads", "slots")
+    check("logits", logits, each, torch.float32)
+    check("index", index, each)
+    check_groups(logits.shape[1], index.shape[1], "index", "logits")
     into = torch.zeros(index.shape, device=logits.device) if into is None else into
     options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
     options.check(logits.shape[:2], index.shape[1], logits.shape[2])
-    result: Tensor = implementation("attention_mass", logits.device, logits, index).mass_from_logits(logits, options)
-    return result
+    return implementation("attention_mass", logits.device, logits, index).mass_from_logits(logits, options)
 
 
 def _schedule(temperature: float | Temperature) -> Temperature:
@@ -166,11 +165,8 @@ class Options:
     def add(self, mass: Tensor) -> Tensor:
         """Adds the mass of each query head, [B, Hq, S], to the sums: one number for the query heads of a KV head."""
         grouped = mass.unflatten(1, (self.into.shape[1], -1))
-        if self.reduce == "max":
-            reduced = grouped.amax(2)
-        else:
-            reduced = grouped.sum(2) if self.reduce == "sum" else grouped.mean(2)
-        return self.into.mul_(self.fade).add_(reduced.float())
+        reduced_over = {"sum": grouped.sum, "mean": grouped.mean, "max": grouped.amax}[self.reduce]
+        return self.into.mul_(self.fade).add_(reduced_over(2).float())
 
 
 def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, index: Tensor | None) -> None:
@@ -192,22 +188,10 @@ def _check_keys(q: Tensor, k: Tensor, scale: float, seen: int | Tensor | None, i
         raise ValueError("index needs seen, the number of tokens seen including those of q: slots do not tell it.")
 
 
-def _check_logits(logits: Tensor, index: Tensor) -> None:
-    """Raise ValueError when logits and index do not fit."""
-    each = ("batch", "heads", "slots")
-    check("logits", logits, each, torch.float32)
-    check("index", index, each)
-    check_groups(logits.shape[1], index.shape[1], "index", "logits")
-
-
+@functools.lru_cache(maxsize=4096)
 def stream(noise: Noise) -> int:
     """The state that the noise of one layer starts from, before the query head."""
-    return _stream(noise.seed, noise.layer)
-
-
-@functools.lru_cache(maxsize=4096)
-def _stream(seed: int, layer: int) -> int:
-    return int(hash_combine(torch.tensor(initial_state(seed), dtype=torch.int64), layer))
+    return int(hash_combine(torch.tensor(initial_state(noise.seed), dtype=torch.int64), noise.layer))
 
 
 def is_plain(temperature: Temperature, noise: Noise | None) -> bool:

@@ -18,12 +18,12 @@ One new token adds to the scores in one launch or two:
     shares_kernel   scores_j <- fade scores_j + reduce over the query heads of exp(s_j - lse), both from attention
 
 Their grid depends only on shapes, and all numbers that change from step to step are read on the device, so a captured
-step can be replayed. Legend: see the package docstring; `first` is the place of row 0.
+step can be replayed. `first` is the place of row 0.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -33,7 +33,7 @@ from torch import Tensor
 from kvsketch.ops.attention_mass import HIDDEN as HIDDEN_PLACE
 from kvsketch.ops.attention_mass import Noise, Options, stream
 from kvsketch.ops.common import early_start
-from kvsketch.ops.common.device import on
+from kvsketch.ops.common.device import TileLaunch, on
 from kvsketch.ops.common.kernel import (
     INF,
     INTERPRETED,
@@ -64,39 +64,22 @@ MAX_TILES = 512
 LOGITS_TILE = 2048  # logits that one program reads, those of all query heads of a KV head together
 
 
-class MassLaunch(NamedTuple):
-    """Tile sizes and resources of one pass; every choice gives the same result up to rounding."""
-
-    rows: int
-    columns: int
-    warps: int
-    stages: int
-    registers: int | None = None  # the most a thread may use, so that more programs fit on a multiprocessor
-
-
-class Launches(NamedTuple):
-    row_pass: MassLaunch
-    column_pass: MassLaunch
-
-
 def supported(rows: Tensor, columns: Tensor) -> bool:
     """True when the kernels serve queries and keys, or the logits of one query and their index, of these shapes."""
     fits = rows.dim() == 3 or rows.shape[3] <= MAX_HEAD_SIZE
     return rows.dtype in KERNEL_DTYPES and fits and rows.numel() > 0 and columns.numel() > 0
 
 
-def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options, launch: Launches | None = None) -> Tensor:
-    """See `kvsketch.ops.attention_mass`; `launch` overrides the launch sizes."""
+def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tensor:
     call = Call(q, k.shape[1], k.shape[2], options)
     q, k = dense_last(q), dense_last(k)
     with on(q.device):
         if q.shape[2] == 1:
             return _add_one_row(call, q, k, scale)
-        return options.add(_column_sums(call, q, k, scale, launch or launches(q, options.noise)))
+        return options.add(_column_sums(call, q, k, scale))
 
 
 def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
-    """See `kvsketch.ops.mass_from_logits`."""
     assert options.index is not None
     call = Call(logits, options.index.shape[1], options.index.shape[2], options)
     logits = logits.contiguous()
@@ -117,7 +100,7 @@ def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
             logits, *call.context, x, parts, *call.temperature,
             call.stream, call.first_head, call.seen, call.columns, call.kv_heads, *outer_strides(call.index),
             GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, PADDED=call.padding is not None,
-            SEEN=call.seen_on_device is not None, SINCE=call.since_by_row, NOISE=options.noise is not None,
+            SEEN=call.context[2] is not None, SINCE=call.since_by_row, NOISE=options.noise is not None,
             PTX=call.ptx, **early_start.launch(logits.device),
         )  # fmt: skip
         return _update(call, grid, x, parts, block_g, block_n)
@@ -128,50 +111,28 @@ class Call:
 
     def __init__(self, rows: Tensor, kv_heads: int, columns: int, options: Options) -> None:
         seen, noise, temperature = options.seen, options.noise, options.temperature
-        self.options = options
-        self.device = rows.device
+        self.options, self.device = options, rows.device
         self.batch, self.query_heads = rows.shape[:2]
         self.kv_heads, self.columns = kv_heads, columns
         self.group = self.query_heads // kv_heads
         self.index = None if options.index is None else dense_last(options.index)
         self.padding = contiguous(options.padding)
-        self.seen_on_device = seen if isinstance(seen, Tensor) else None
+        self.context = self.index, self.padding, seen if isinstance(seen, Tensor) else None
         self.seen = seen if isinstance(seen, int) else 0
         self.ptx = rows.is_cuda and not INTERPRETED.value and torch.version.hip is None
         self.stream = 0 if noise is None else signed(stream(noise))
         self.first_head = 0 if noise is None else noise.first_head * self.group
-        since = temperature.since
-        self.temperature = (temperature.start, temperature.slope, temperature.steps, since)
-        self.since_by_row = isinstance(since, Tensor)
-
-    @property
-    def context(self) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-        return self.index, self.padding, self.seen_on_device
+        self.temperature = (temperature.start, temperature.slope, temperature.steps, temperature.since)
+        self.since_by_row = isinstance(temperature.since, Tensor)
 
     @property
     def flags(self) -> dict[str, Any]:
-        return {
-            "SLOTS": self.index is not None,
-            "PADDED": self.padding is not None,
-            "SEEN": self.seen_on_device is not None,
-        }
+        return dict(zip(("SLOTS", "PADDED", "SEEN"), (part is not None for part in self.context), strict=True))
 
     def sizes(self, head_size: int) -> dict[str, Any]:
         """For the programs that read queries and keys."""
-        noisy = self.options.noise is not None
         sizes = {"GROUP": self.group, "BLOCK_D": block_size(head_size), "SINCE": self.since_by_row}
-        return {**sizes, "NOISE": noisy, "PTX": self.ptx, **self.flags}
-
-    def resources(self, launch: MassLaunch) -> dict[str, Any]:
-        options = {
-            "BLOCK_M": launch.rows,
-            "BLOCK_N": launch.columns,
-            "num_warps": launch.warps,
-            "num_stages": launch.stages,
-        }
-        if self.ptx and launch.registers is not None:
-            options["maxnreg"] = launch.registers
-        return options
+        return {**sizes, "NOISE": self.options.noise is not None, "PTX": self.ptx, **self.flags}
 
     def row_buffers(self, tiles: int) -> tuple[Tensor, Tensor]:
         """Room for the row [B, Hq, S] itself and for the maximum and sum of each of its tiles."""
@@ -180,32 +141,32 @@ class Call:
         return row, torch.empty((*shape, tiles, 2), dtype=torch.float32, device=self.device)
 
 
-def _column_sums(call: Call, q: Tensor, k: Tensor, scale: float, launch: Launches) -> Tensor:  # [B, Hq, S] fp32
+def _column_sums(call: Call, q: Tensor, k: Tensor, scale: float) -> Tensor:  # [B, Hq, S] fp32
     """Both passes; the first one is left out when the caller knows its result."""
     queries, size = q.shape[2:]
+    rows, columns, warps, stages, registers = launch_for(q, call.options.noise)
+    options = {**call.sizes(size), "BLOCK_M": rows, "BLOCK_N": columns, "num_warps": warps, "num_stages": stages}
+    if call.ptx and registers is not None:
+        options["maxnreg"] = registers
     row_hash, column_hash = _position_hashes(call, queries)
     lse = torch.empty((call.batch, call.query_heads, queries), dtype=torch.float32, device=q.device)
     mass = torch.empty((call.batch, call.query_heads, call.columns), dtype=torch.float32, device=q.device)
     numbers = (
         scale, *call.temperature, call.seen, queries, call.columns, call.query_heads, *outer_strides(call.index),
     )  # fmt: skip
-    q, k = aligned(q), aligned(k)
+    tiles = described_rows(aligned(q), rows), described_rows(aligned(k), columns)
     heads = call.batch * call.query_heads
     if call.options.row_lse is None:
-        rows, columns = launch.row_pass[:2]
         row_kernel[(triton.cdiv(queries, rows), heads)](
-            described_rows(q, rows), described_rows(k, columns), *call.context, row_hash, column_hash, lse, *numbers,
-            **call.sizes(size), **call.resources(launch.row_pass),
-        )  # fmt: skip
+            *tiles, *call.context, row_hash, column_hash, lse, *numbers, **options
+        )
     else:
         lse = call.options.row_lse.float().contiguous()
-    rows, columns = launch.column_pass[:2]
     # Slots are unordered, so no tile of rows is known to see a whole tile of slots.
     for masked in (True,) if call.index is not None else (True, False):
         column_kernel[(triton.cdiv(call.columns, columns), heads)](
-            described_rows(q, rows), described_rows(k, columns), *call.context, row_hash, column_hash, lse, mass,
-            *numbers, MASKED=masked, **call.sizes(size), **call.resources(launch.column_pass),
-        )  # fmt: skip
+            *tiles, *call.context, row_hash, column_hash, lse, mass, *numbers, MASKED=masked, **options
+        )
     return mass
 
 
@@ -248,18 +209,16 @@ def _update(call: Call, grid: tuple[int, int], x: Tensor, parts: Tensor, block_g
     return into
 
 
-def launches(q: Tensor, noise: Noise | None) -> Launches:
-    """The launch sizes for the two passes.
+def launch_for(q: Tensor, noise: Noise | None) -> TileLaunch:
+    """The launch of both passes.
 
     Without noise the tensor cores are the limit, and large tiles keep them busy. With noise the hash and the logarithms
     are, and small tiles let more programs run on a multiprocessor.
     """
     if q.shape[3] > 128 or q.dtype == torch.float32:
         edge = 32 if q.shape[3] > 128 and q.dtype == torch.float32 else 64
-        return Launches(MassLaunch(edge, edge, 4, 2), MassLaunch(edge, edge, 4, 2))
-    if noise is None:
-        return Launches(MassLaunch(128, 128, 8, 2), MassLaunch(128, 128, 8, 2))
-    return Launches(MassLaunch(64, 64, 4, 2, 128), MassLaunch(64, 64, 4, 2, 128))
+        return TileLaunch(edge, edge, 4, 2)
+    return TileLaunch(128, 128, 8, 2) if noise is None else TileLaunch(64, 64, 4, 2, 128)
 
 
 def _columns_per_tile(columns: int, least: int) -> int:

@@ -18,7 +18,6 @@ def supported(*call: object) -> bool:
 
 
 def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
-    """See `kvsketch.ops.mass_from_logits`."""
     index, row_lse, into = options.index, options.row_lse, options.into
     assert index is not None
     if row_lse is None or not on_cpu(logits, index, row_lse) or index.dtype != torch.int32:

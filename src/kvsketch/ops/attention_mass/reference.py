@@ -1,7 +1,7 @@
-"""Attention mass in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Attention mass in torch.
 
 Whole rows are processed in blocks: a row's sum and its share of every column are available together, and memory is that
-of one block. Legend: see the package docstring.
+of one block.
 """
 
 from __future__ import annotations
@@ -19,7 +19,6 @@ MAX_LOGITS = {"cpu": 1 << 19, "cuda": 1 << 26}
 
 
 def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tensor:
-    """See `kvsketch.ops.attention_mass`."""
     seen, index, padding, noise = options.seen, options.index, options.padding, options.noise
     batch, query_heads, queries = q.shape[:3]
     kv_heads, columns = k.shape[1:3]
@@ -67,7 +66,6 @@ def attention_mass(q: Tensor, k: Tensor, scale: float, options: Options) -> Tens
 
 
 def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
-    """See `kvsketch.ops.mass_from_logits`."""
     seen, index, padding, noise = options.seen, options.index, options.padding, options.noise
     assert index is not None
     kv_heads = index.shape[1]

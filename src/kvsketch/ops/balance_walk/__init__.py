@@ -18,7 +18,6 @@ from every key: both sides of the relation then change by the same factor. `cons
 same for all tokens: it balances the counts as well as the values. Without values <v, v> is 1, which balances the
 softmax denominator.
 
-`reference.py` is the definition in torch, `kernel.py` one Triton program per block.
 Legend: B batch rows, H KV heads, S slots, D key size, Dv value size, N blocks, b tokens per block.
 """
 

@@ -6,7 +6,7 @@ then the tokens one after the other, which needs only the ROWS x ROWS tile of th
 is written to a scratch buffer, from which a step loads one column: selecting it from registers would cost more.
 
 Centred inner products come from raw ones, <k_i - m, k_j - m> = <k_i, k_j> - <k_i, m> - <k_j, m> + <m, m>, so that
-tensor cores multiply the 16-bit keys as they are. Legend: see the package docstring.
+tensor cores multiply the 16-bit keys as they are.
 """
 
 from __future__ import annotations
@@ -209,7 +209,6 @@ def walk_kernel(
 
 
 def balance_walk(call: Arguments) -> Walked:
-    """See `kvsketch.ops.balance_walk`."""
     batch, heads, blocks, count = call.slots.shape
     device = call.k.device
     k, values = dense_last(call.k), dense_last(call.k if call.v is None else call.v)

@@ -1,7 +1,4 @@
-"""The balancing walk in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: M blocks at a time, b tokens per block; the rest as in the package docstring.
-"""
+"""The balancing walk in torch. Legend: M blocks at a time; the rest as in the package docstring."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ MAX_GRAM = 1 << 24
 
 
 def balance_walk(call: Arguments) -> Walked:
-    """See `kvsketch.ops.balance_walk`."""
     slots, greedy = call.slots, call.walk == "greedy"
     uniforms = block_uniforms(slots, call.state, call.ids, call.first_head).flatten(0, 2)
     batch, heads, blocks, size = slots.shape

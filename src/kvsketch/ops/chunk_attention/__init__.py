@@ -1,8 +1,5 @@
 """Attention of a chunk of new tokens: to the weighted slots that stand for the past, and causally to tokens kept whole.
 
-Three files: the operation and its checks here, the definition in torch in `reference.py`, the Triton program, which
-holds one tile of logits at a time, and its launch in `kernel.py`.
-
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, L tokens kept whole
 (the queries are those of the last N of them), S slots, Sv slots that carry a value (the last S - Sv carry a key only),
 D key size, Dv value size.
@@ -16,7 +13,6 @@ from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.weighted_attention import Arguments as WeightedArguments
-from kvsketch.ops.weighted_attention import Attended
 
 
 class Past(NamedTuple):
@@ -59,8 +55,7 @@ def chunk_attention(
     """
     call = Arguments(q, k, v, scale, past, hidden, softcap, sink_logits, clip)
     call.check()
-    attended: Attended = implementation("chunk_attention", q.device, call).chunk_attention(call)
-    return attended.returned(return_state)
+    return implementation("chunk_attention", q.device, call).chunk_attention(call).returned(return_state)
 
 
 class Arguments(NamedTuple):

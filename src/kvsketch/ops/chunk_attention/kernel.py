@@ -3,13 +3,12 @@
 One program takes one tile of queries of one query head and reads tokens and slots tile by tile, with the sums of
 `common/sums.py`. The tokens come first: they weigh the same in numerator and denominator, so that one sum serves both;
 then the denominator gets a sum of its own and the slots follow.
-Legend: see the package docstring; `first` is the place of query 0 among the tokens.
+`first` is the place of query 0 among the tokens.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
 
 import torch
 import triton
@@ -17,10 +16,10 @@ import triton.language as tl
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from kvsketch.ops.chunk_attention import Arguments, Attended
-from kvsketch.ops.common.device import device_traits, on
+from kvsketch.ops.chunk_attention import Arguments
+from kvsketch.ops.common.device import TileLaunch, device_traits, on
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, described_rows, dot, load_rows, tanh_ratio
-from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, load_weights, normalizer
+from kvsketch.ops.common.sums import add_terms, load_weights, no_terms, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -30,15 +29,7 @@ from kvsketch.ops.common.tensors import (
     float_weights,
     outer_strides,
 )
-
-
-class ChunkLaunch(NamedTuple):
-    """Tile sizes and resources; every choice gives the same result up to rounding."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
+from kvsketch.ops.weighted_attention import Attended
 
 
 def supported(call: Arguments) -> bool:
@@ -47,24 +38,20 @@ def supported(call: Arguments) -> bool:
     return call.q.dtype in KERNEL_DTYPES and max(call.q.shape[3], call.v.shape[3]) <= MAX_HEAD_SIZE and min(sizes) > 0
 
 
-def launch_for(call: Arguments) -> ChunkLaunch:
-    """The launch sizes: as much of a tile as shared memory and registers hold."""
+def launch_for(call: Arguments) -> TileLaunch:
+    """Tiles of queries and keys: as much as shared memory and registers hold."""
     size = max(block_size(call.q.shape[3]), block_size(call.v.shape[3]))
     roomy = device_traits(call.q.device).shared_bytes > 170 * 1024
     if call.q.dtype == torch.float32:
-        return (
-            ChunkLaunch(64, 32, 4, 2)
-            if size <= 128
-            else ChunkLaunch(64, 32, 8, 2)
-            if roomy
-            else ChunkLaunch(32, 32, 4, 1)
-        )
+        if size <= 128:
+            return TileLaunch(64, 32, 4, 2)
+        return TileLaunch(64, 32, 8, 2) if roomy else TileLaunch(32, 32, 4, 1)
     if not roomy:
-        return ChunkLaunch(64, 32 if size > 128 else 64, 4, 2)
-    return ChunkLaunch(128, 64, 8, 3) if size <= 128 else ChunkLaunch(64, 64, 8, 2)
+        return TileLaunch(64, 32 if size > 128 else 64, 4, 2)
+    return TileLaunch(128, 64, 8, 3) if size <= 128 else TileLaunch(64, 64, 8, 2)
 
 
-def chunk_attention(call: Arguments, launch: ChunkLaunch | None = None) -> Attended:
+def chunk_attention(call: Arguments, launch: TileLaunch | None = None) -> Attended:
     """See `kvsketch.ops.chunk_attention`; `launch` overrides the launch sizes."""
     q, k, v = call.q, call.k, call.v
     batch, query_heads, queries, size = q.shape
@@ -73,20 +60,20 @@ def chunk_attention(call: Arguments, launch: ChunkLaunch | None = None) -> Atten
     log_num, log_den = (None, None) if past is None else (float_weights(past.log_num), float_weights(past.log_den))
     tied = past is None or past.tied
     launch = launch or launch_for(call)
-    past_k, past_v = (None, None) if past is None else (_rows(t, launch.keys) for t in (past.keys, past.values))
+    past_k, past_v = (None, None) if past is None else (_rows(t, launch.columns) for t in (past.keys, past.values))
     slots, value_slots = (0, 0) if past is None else (past.keys.shape[2], past.values.shape[2])
     factor = call.scale * (1.0 if call.softcap is not None else math.log2(math.e))
     # Laid out as the model reads on: heads next to each other.
     out = torch.empty((batch, queries, query_heads, value_size), dtype=q.dtype, device=q.device)
     state = torch.empty((2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
     with on(q.device):
-        chunk_kernel[(triton.cdiv(queries, launch.queries), batch * query_heads)](
-            _rows(q, launch.queries), _rows(k, launch.keys), _rows(v, launch.keys), past_k, past_v,
+        chunk_kernel[(triton.cdiv(queries, launch.rows), batch * query_heads)](
+            _rows(q, launch.rows), _rows(k, launch.columns), _rows(v, launch.columns), past_k, past_v,
             log_num, log_den, contiguous(call.hidden), contiguous(call.sink_logits), out, state,
             factor, call.softcap, None if call.clip is None or tied else call.clip / math.log(2.0),
             queries, tokens, slots, value_slots, query_heads, *outer_strides(log_num), *outer_strides(log_den),
             GROUP=query_heads // kv_heads, DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),
-            BLOCK_M=launch.queries, BLOCK_N=launch.keys, PRECISION="ieee" if torch.version.hip else "tf32x3",
+            BLOCK_M=launch.rows, BLOCK_N=launch.columns, PRECISION="ieee" if torch.version.hip else "tf32x3",
             TIED=tied, TAIL=value_slots < slots, num_warps=launch.warps, num_stages=launch.stages,
         )  # fmt: skip
     return Attended(out.transpose(1, 2), state[0], state[1])
@@ -133,8 +120,7 @@ def chunk_kernel(
     first = tokens - queries
     places = first + rows
     q = load_rows(q_rows, b, head, start, BLOCK_M, BLOCK_D)
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
 
     # Tokens [begin, whole) are seen by all queries of the tile, those from `last` on by none.
@@ -187,12 +173,11 @@ def chunk_kernel(
         if TIED:
             den_origin, den_total = origin, total
 
-    by_origin, by_total = clip_denominator(origin, total, den_origin, den_total, log2_clip)
+    sink = sink_ptr
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + head).to(tl.float32)
-        den_origin, den_total = add_sink(den_origin, den_total, sink)
-        by_origin, by_total = add_sink(by_origin, by_total, sink)
-    out = acc * normalizer(origin, total, by_origin, by_total)[:, None]
+    factor_of_row, den_origin, den_total = normalizer(origin, total, den_origin, den_total, log2_clip, sink)
+    out = acc * factor_of_row[:, None]
     columns = tl.arange(0, BLOCK_DV)
     out_rows = (b.to(tl.int64) * queries + rows) * query_heads + head
     inside = row_inside[:, None] & (columns[None, :] < DV)

@@ -1,6 +1,6 @@
 """Chunk attention in torch: weighted attention over slots and tokens together, with a causal mask over the tokens.
 
-Queries are taken in blocks, so that a long chunk fits in memory. Legend: see the package docstring.
+Queries are taken in blocks, so that a long chunk fits in memory.
 """
 
 from __future__ import annotations
@@ -8,12 +8,12 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.chunk_attention import Arguments, Attended, Past, WeightedArguments
-from kvsketch.ops.weighted_attention.reference import MAX_LOGITS, weighted_attention
+from kvsketch.ops.chunk_attention import Arguments, Past, WeightedArguments
+from kvsketch.ops.weighted_attention import Attended
+from kvsketch.ops.weighted_attention.reference import MAX_LOGITS, concatenated, weighted_attention
 
 
 def chunk_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.chunk_attention`."""
     joined = _joined(call)
     batch, query_heads, queries, _ = call.q.shape
     block = max(1, MAX_LOGITS // max(1, batch * query_heads * joined.keys.shape[2]))
@@ -25,11 +25,7 @@ def chunk_attention(call: Arguments) -> Attended:
             bias=seen, softcap=call.softcap, sink_logits=call.sink_logits, clip=call.clip,
         )  # fmt: skip
         parts.append(weighted_attention(part))
-    return Attended(
-        torch.cat([part.out for part in parts], 2),
-        torch.cat([part.log_sum_num for part in parts], 2),
-        torch.cat([part.log_sum_den for part in parts], 2),
-    )
+    return concatenated(parts)
 
 
 def _joined(call: Arguments) -> Past:

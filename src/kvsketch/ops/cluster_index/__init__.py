@@ -1,13 +1,5 @@
 """Which tokens belong to which cluster, as one list sorted by cluster, and the means of the clusters.
 
-    order    the slots 0..n-1 by label, ascending inside a cluster; slots without a cluster (label -1) come last
-    sizes    how many slots each cluster has
-    offsets  where each cluster begins in `order`
-
-`reference.py` sorts in torch. `kernel.py` counts: a slot's place is where its cluster begins, plus the slots of that
-cluster in earlier tiles, plus those before it in its own tile. No slot is written twice and only whole numbers are
-added atomically, so a result never depends on timing.
-
 Legend: B batch rows, H KV heads, n slots, C clusters, D size of a row.
 """
 
@@ -37,13 +29,10 @@ def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
     """
     check("labels", labels, ("batch", "heads", "slots"), torch.int32)
     check_least("clusters", clusters, 1)
-    chosen = implementation("cluster_index", labels.device, labels.shape[2])
-    index: ClusterIndex = chosen.cluster_index(labels, clusters)
-    return index
+    return implementation("cluster_index", labels.device, labels.shape[2]).cluster_index(labels, clusters)
 
 
 def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
     """Mean of rows [B, H, n, D] over each cluster of the index, [B, H, C, D] float32, 0 for an empty one."""
     check("rows", rows, (*index.order.shape, "size"))
-    means: Tensor = implementation("cluster_index", rows.device, *rows.shape[2:]).cluster_means(rows, index)
-    return means
+    return implementation("cluster_index", rows.device, *rows.shape[2:]).cluster_means(rows, index)

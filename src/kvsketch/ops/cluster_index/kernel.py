@@ -2,7 +2,8 @@
 
 rank: which of the slots of its cluster in its tile a slot is, and how many slots each cluster has in each tile.
 scan: how many slots each cluster has in the tiles before each. start: where each cluster begins. place: the three
-together say where a slot goes. Legend: see the package docstring.
+together say where a slot goes. No slot is written twice and only whole numbers are added atomically, so a result never
+depends on timing.
 """
 
 from __future__ import annotations
@@ -80,7 +81,6 @@ def empty_index(batch: int, heads: int, slots: int, clusters: int, device: torch
 
 
 def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
-    """See `kvsketch.ops.cluster_means`."""
     means = torch.zeros((*index.sizes.shape, rows.shape[3]), dtype=torch.float32, device=rows.device)
     update_means(rows, index, means)
     return means
@@ -103,13 +103,6 @@ def update_means(
             D=size, BLOCK_D=block_size(size), ROWS=MEAN_ROWS, DIRECTIONS=directions is not None, COSINE=cosine,
             num_warps=2,
         )  # fmt: skip
-
-
-@triton.jit
-def load_bins(labels, slot, count, clusters):
-    """Labels of slots, `clusters` for slots without a cluster; places beyond the last slot are in no bin."""
-    label = tl.load(labels + slot, mask=slot < count, other=0)
-    return tl.where(slot < count, tl.where(label < 0, clusters, label), 2147483647)
 
 
 @triton.jit(do_not_specialize=["count", "clusters", "tile"])
@@ -172,7 +165,9 @@ def place_kernel(
     head = tl.program_id(1).to(tl.int64)
     slot = tl.program_id(0) * SLOTS + tl.arange(0, SLOTS)
     inside = slot < count
-    label = load_bins(labels_ptr + head * count, slot, count, clusters)
+    # Slots without a cluster are in bin `clusters`, places beyond the last slot in none.
+    label = tl.load(labels_ptr + head * count + slot, mask=inside, other=0)
+    label = tl.where(inside, tl.where(label < 0, clusters, label), 2147483647)
     last = head * clusters + clusters - 1
     end = tl.load(offsets_ptr + last) + tl.load(sizes_ptr + last)
     begin = tl.load(offsets_ptr + head * clusters + label, mask=label < clusters, other=0)

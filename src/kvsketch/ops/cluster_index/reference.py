@@ -1,7 +1,4 @@
-"""The cluster index in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""The cluster index in torch."""
 
 from __future__ import annotations
 
@@ -13,7 +10,6 @@ from kvsketch.ops.common.tensors import wide
 
 
 def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
-    """See `kvsketch.ops.cluster_index`."""
     bins = torch.where(labels < 0, clusters, labels).long()
     order = bins.argsort(dim=-1, stable=True).to(torch.int32)
     sizes = torch.zeros((*labels.shape[:2], clusters + 1), dtype=torch.int32, device=labels.device)
@@ -24,7 +20,6 @@ def cluster_index(labels: Tensor, clusters: int) -> ClusterIndex:
 
 
 def cluster_means(rows: Tensor, index: ClusterIndex) -> Tensor:
-    """See `kvsketch.ops.cluster_means`."""
     clusters = index.sizes.shape[2]
     # The n-th slot of the order belongs to the first cluster that ends after n.
     place = torch.arange(rows.shape[2], dtype=torch.int32, device=rows.device).expand_as(index.order)

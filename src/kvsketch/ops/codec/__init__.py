@@ -7,8 +7,7 @@ R is a Hadamard matrix times random signs, so that every channel carries the sam
 uniform step for a normal variable. The step has no neighbours: a vector is written, moved and dropped alone. Whoever
 reads products needs no decoding: <q, x^> = <q, center> + step <R q, z>.
 
-Three files: the operation here, the definition in torch in `reference.py`, the Triton program in `kernel.py`. Codes
-and steps of both are equal bit for bit, for y is computed in integers, whose sums are exact in any order:
+Codes and steps are equal bit for bit on every device, for y is computed in integers, whose sums are exact in any order:
 
     n = rint(2^k (x - center)),  k such that the largest |n| is in [2^14, 2^15],   y = T n,  T = m sqrt(p) R
 
@@ -181,16 +180,13 @@ class CodedSlots:
 
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
         """The vectors themselves."""
-        chosen = implementation("codec", self.steps.device, self.codec, dtype)
-        vectors: Tensor = chosen.decode(self, dtype)
-        return vectors
+        return implementation("codec", self.steps.device, self.codec, dtype).decode(self, dtype)
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     """x [B, H, n, D] in few bits; center [B, H, D] float32. A vector that is not finite gets a step that is nan."""
     _check(x, center, codec)
-    coded: Coded = implementation("codec", x.device, codec).encode(x, center, codec)
-    return coded
+    return implementation("codec", x.device, codec).encode(x, center, codec)
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:

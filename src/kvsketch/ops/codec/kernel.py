@@ -33,7 +33,6 @@ def supported(codec: Codec, dtype: torch.dtype = torch.float32) -> bool:
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
-    """See `kvsketch.ops.codec.encode`."""
     codes = torch.empty(*x.shape[:3], codec.code_bytes, dtype=torch.uint8, device=x.device)
     coded = Coded(codes, torch.empty(x.shape[:3], dtype=STEP_DTYPE, device=x.device))
     _launch(coded, x, center, codec, None)
@@ -41,7 +40,6 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
-    """See `kvsketch.ops.codec.encode_into`."""
     _launch(coded, x, center, codec, at.contiguous())
 
 

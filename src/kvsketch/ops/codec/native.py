@@ -39,7 +39,6 @@ def supported(codec: Codec, dtype: torch.dtype | None = None) -> bool:
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
-    """See `kvsketch.ops.codec.encode`."""
     codes = torch.empty(*x.shape[:3], codec.code_bytes, dtype=torch.uint8)
     steps = torch.empty(x.shape[:3], dtype=STEP_DTYPE)
     x, center = x.float().contiguous(), center.float().contiguous()
@@ -51,7 +50,6 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
-    """See `kvsketch.ops.codec.encode_into`."""
     new = encode(x, center, codec)
     coded.codes.scatter_(2, at.unsqueeze(-1).expand(new.codes.shape), new.codes)
     coded.steps.scatter_(2, at, new.steps)

@@ -18,14 +18,12 @@ from kvsketch.ops.codec import (
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
-    """See `kvsketch.ops.codec.encode_into`."""
     new = encode(x, center, codec)
     coded.codes.scatter_(2, at.unsqueeze(-1).expand(new.codes.shape), new.codes)
     coded.steps.scatter_(2, at, new.steps)
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
-    """See `kvsketch.ops.codec.encode`."""
     d = x.float() - center.unsqueeze(2)
     exponent = ((d.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True) >> 23).clamp_min(LEAST_EXPONENT)
     finite = exponent < NOT_FINITE

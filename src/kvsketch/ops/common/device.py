@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -19,6 +19,16 @@ class Device:
     multiprocessors: int
     shared_bytes: int  # the most one program may use
     overlap: bool  # a kernel may start before the one it depends on has ended (Hopper and later)
+
+
+class TileLaunch(NamedTuple):
+    """Tile sizes and resources of a launch; every choice gives the same result up to rounding."""
+
+    rows: int
+    columns: int
+    warps: int
+    stages: int
+    registers: int | None = None  # the most a thread may use, so that more programs fit on a multiprocessor
 
 
 @functools.cache

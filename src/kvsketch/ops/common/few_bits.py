@@ -134,58 +134,30 @@ def load_levels(
     return tl.where(inside, levels.to(tl.float32) - (2**BITS - 1) / 2, 0.0)
 
 
-# Two words of four codes each, in one register. Their levels are the upper bits of a mantissa: no conversion is needed.
-_NIBBLES = """{
-    .reg .b32 a;
-    shl.b32 a, $4, 3;
-    lop3.b32 $0, a, 0x00780078, HIGH, 0xEA;
-    shr.b32 a, $4, 1;
-    lop3.b32 $1, a, 0x00780078, HIGH, 0xEA;
-    shr.b32 a, $4, 5;
-    lop3.b32 $2, a, 0x00780078, HIGH, 0xEA;
-    shr.b32 a, $4, 9;
-    lop3.b32 $3, a, 0x00780078, HIGH, 0xEA;
-}"""
-# The same of 2 bits, one byte in each of two words, and of 3 bits: of low bits ($4), of high bits ($5), of which a word
-# takes the first or, where $6 is -1, the second.
-_PAIRS = """{
-    .reg .b32 a;
-    shl.b32 a, $4, 3;
-    lop3.b32 $0, a, 0x00180018, HIGH, 0xEA;
-    shl.b32 a, $4, 1;
-    lop3.b32 $1, a, 0x00180018, HIGH, 0xEA;
-    shr.b32 a, $4, 1;
-    lop3.b32 $2, a, 0x00180018, HIGH, 0xEA;
-    shr.b32 a, $4, 3;
-    lop3.b32 $3, a, 0x00180018, HIGH, 0xEA;
-}"""
-_TRIPLES = """{
-    .reg .b32 a, b, c;
-    shr.b32 a, $5, 1;
-    lop3.b32 c, $5, a, $6, 0xD8;
-    shl.b32 a, $4, 3;
-    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
-    shl.b32 a, c, 5;
-    lop3.b32 $0, a, 0x00200020, b, 0xEA;
-    shl.b32 a, $4, 1;
-    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
-    shl.b32 a, c, 3;
-    lop3.b32 $1, a, 0x00200020, b, 0xEA;
-    shr.b32 a, $4, 1;
-    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
-    shl.b32 a, c, 1;
-    lop3.b32 $2, a, 0x00200020, b, 0xEA;
-    shr.b32 a, $4, 3;
-    lop3.b32 b, a, 0x00180018, HIGH, 0xEA;
-    shr.b32 a, c, 1;
-    lop3.b32 $3, a, 0x00200020, b, 0xEA;
-}"""
-NIBBLES_BFLOAT16, PAIRS_BFLOAT16, TRIPLES_BFLOAT16 = (
-    tl.constexpr(program.replace("HIGH", "0x41004100")) for program in (_NIBBLES, _PAIRS, _TRIPLES)
-)
-NIBBLES_FLOAT16, PAIRS_FLOAT16, TRIPLES_FLOAT16 = (
-    tl.constexpr(program.replace("HIGH", "0x54005400")) for program in (_NIBBLES, _PAIRS, _TRIPLES)
-)
+def _levels(bits: int, high: str) -> tl.constexpr:
+    """PTX that takes the levels out of two words of four codes each, in one register ($4).
+
+    Levels are the upper bits of a mantissa (`high`: what stands above them), so that no conversion is needed. Of 3 bits
+    $4 has the low bits, and $5 the high bits, of which a word takes the first or, where $6 is -1, the second.
+    """
+
+    def shifted(register: str, right: int) -> str:
+        return f"shr.b32 a, {register}, {right};" if right > 0 else f"shl.b32 a, {register}, {-right};"
+
+    width, mask = (4, "0x00780078") if bits == 4 else (2, "0x00180018")
+    lines = [".reg .b32 a;"]
+    if bits == 3:
+        lines = [".reg .b32 a, b, c;", "shr.b32 a, $5, 1;", "lop3.b32 c, $5, a, $6, 0xD8;"]
+    for place in range(4):
+        low = "b" if bits == 3 else f"${place}"
+        lines += [shifted("$4", width * place - 3), f"lop3.b32 {low}, a, {mask}, {high}, 0xEA;"]
+        if bits == 3:
+            lines += [shifted("c", 2 * place - 5), f"lop3.b32 ${place}, a, 0x00200020, b, 0xEA;"]
+    return tl.constexpr("\n    ".join(["{", *lines]) + "\n}")
+
+
+NIBBLES_BFLOAT16, PAIRS_BFLOAT16, TRIPLES_BFLOAT16 = (_levels(bits, "0x41004100") for bits in (4, 2, 3))
+NIBBLES_FLOAT16, PAIRS_FLOAT16, TRIPLES_FLOAT16 = (_levels(bits, "0x54005400") for bits in (4, 2, 3))
 
 
 @triton.jit

@@ -21,11 +21,7 @@ LN2 = tl.constexpr(0.6931471805599453)
 INF = tl.constexpr(float("inf"))
 NEG_INF = tl.constexpr(float("-inf"))
 
-
-@triton.constexpr_function
-def block_of(size):
-    """`block_size`, inside a program."""
-    return max(16, 1 << (size - 1).bit_length())
+block_of = triton.constexpr_function(block_size)  # inside a program
 
 
 @triton.jit

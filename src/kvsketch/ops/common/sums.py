@@ -65,6 +65,12 @@ def finite_or_zero(origin):
 
 
 @triton.jit
+def no_terms(ROWS: tl.constexpr):
+    """Origins and totals of empty sums."""
+    return tl.full((ROWS,), NEG_INF, tl.float32), tl.zeros((ROWS,), tl.float32)
+
+
+@triton.jit
 def add_terms(origin, total, x):
     """The sum with 2^x of a tile [rows, slots] added, these terms, and the factor by which older terms shrink."""
     new_origin = tl.maximum(origin, tl.max(x, 1))
@@ -84,22 +90,32 @@ def add_sink(origin, total, sink):
 
 
 @triton.jit
-def clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip):
-    """The denominator moved to within a factor 2^log2_clip of the numerator's weights, None: not at all;
+def normalizer(num_origin, num_total, den_origin, den_total, log2_clip, sink):
+    """What acc is multiplied by, 0 when either sum is empty, and the denominator with the logit `sink`, None: none.
+
+    acc is divided by the denominator moved to within a factor 2^log2_clip of the numerator's weights, None: not at all;
     an empty one stays empty.
     """
+    by_origin, by_total = den_origin, den_total
     if log2_clip is not None:
         num = num_origin + tl.log2(num_total)
-        den_origin = tl.minimum(tl.maximum(den_origin + tl.log2(den_total), num - log2_clip), num + log2_clip)
-        den_total = tl.where(den_total > 0.0, 1.0, 0.0)
-    return den_origin, den_total
+        by_origin = tl.minimum(tl.maximum(den_origin + tl.log2(den_total), num - log2_clip), num + log2_clip)
+        by_total = tl.where(den_total > 0.0, 1.0, 0.0)
+    if sink is not None:
+        den_origin, den_total = add_sink(den_origin, den_total, sink)
+        by_origin, by_total = add_sink(by_origin, by_total, sink)
+    ratio = tl.exp2(num_origin - by_origin + tl.log2(num_total) - tl.log2(by_total)) / num_total
+    return tl.where((num_total > 0.0) & (by_total > 0.0), ratio, 0.0), den_origin, den_total
 
 
 @triton.jit
-def normalizer(num_origin, num_total, den_origin, den_total):
-    """What acc is multiplied by; 0 when either sum is empty."""
-    ratio = tl.exp2(num_origin - den_origin + tl.log2(num_total) - tl.log2(den_total)) / num_total
-    return tl.where((num_total > 0.0) & (den_total > 0.0), ratio, 0.0)
+def store_sums(sums_ptr, place, num_origin, num_total, den_origin, den_total, inside, TIED: tl.constexpr):
+    """Both sums of each row, or TIED the one that they are, for `combine`."""
+    tl.store(sums_ptr + place * 4, num_origin, mask=inside)
+    tl.store(sums_ptr + place * 4 + 1, num_total, mask=inside)
+    if not TIED:
+        tl.store(sums_ptr + place * 4 + 2, den_origin, mask=inside)
+        tl.store(sums_ptr + place * 4 + 3, den_total, mask=inside)
 
 
 @triton.jit
@@ -199,13 +215,10 @@ def combine_kernel(
         rotated = inside & (split < rotated_splits)
         plain = tl.sum(tl.where(rotated[:, None], 0.0, pieces), 0)
         weight = tl.sum(tl.where(rotated, totals, 0.0) * share, 0)
-    by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip)
+    sink = sink_ptr
     if sink_ptr is not None:
         sink = tl.load(sink_ptr + (row // queries) % query_heads).to(tl.float32)
-        den_origin, den_total = add_sink(den_origin, den_total, sink)
-        by_origin, by_total = add_sink(by_origin, by_total, sink)
-
-    factor = normalizer(num_origin, num_total, by_origin, by_total)
+    factor, den_origin, den_total = normalizer(num_origin, num_total, den_origin, den_total, log2_clip, sink)
     out *= factor
     if sign_ptr is not None:
         if rotated_splits is not None:

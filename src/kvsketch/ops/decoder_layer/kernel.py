@@ -1,6 +1,4 @@
-"""The pieces in Triton, one launch each; every rounding of the reference is repeated. See reference.py for the
-formulas.
-"""
+"""The pieces in Triton, one launch each; every rounding of the reference is repeated."""
 
 from __future__ import annotations
 
@@ -10,18 +8,16 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common import early_start
-from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.kernel import begin, wait
 
 
 @triton.jit
 def _rms_norm(x, residual, weight, total, out, size, eps, BLOCK: tl.constexpr, ADD: tl.constexpr, EARLY: tl.constexpr):
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(EARLY, False)
     row = tl.program_id(0).to(tl.int64)
     i = tl.arange(0, BLOCK)
     scale = tl.load(weight + i, mask=i < size, other=0.0).to(tl.float32)
-    if EARLY:
-        tl.extra.cuda.gdc_wait()
+    begin(False, EARLY)
     value = tl.load(x + row * size + i, mask=i < size, other=0.0)
     if ADD:
         added = tl.load(residual + row * size + i, mask=i < size, other=0.0)
@@ -92,8 +88,7 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     heads = k.shape[1]
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     _rotate[(query_heads + heads, new, batch)](
-        q, k, q_out, k_out, cos, sin, query_heads, heads, new, size // 2,
-        q.stride(0), q.stride(1), q.stride(2), k.stride(0), k.stride(1), k.stride(2),
+        q, k, q_out, k_out, cos, sin, query_heads, heads, new, size // 2, *q.stride()[:3], *k.stride()[:3],
         cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BLOCK=triton.next_power_of_2(size // 2),
         num_warps=1, **early_start.launch(q.device),
     )  # fmt: skip

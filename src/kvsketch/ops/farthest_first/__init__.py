@@ -57,13 +57,14 @@ def farthest_first(
     times the bound. Returns the index [B, H, count] int64 of the centers in the order of choice, -1 where there are
     no more keys, and the radius [B, H] float32. A smaller count gives the beginning of the same list.
     """
-    _check(keys, count, valid, given, form)
+    check_keys(keys)
+    check("valid", valid, keys.shape[:3], torch.bool)
+    if count < 0 or given < 1:
+        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
+    check_choice("form", form, FORMS)
     if valid is None:
         valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
-    centers: Centers = implementation("farthest_first", keys.device, keys).farthest_first(
-        keys, count, valid, given, form
-    )
-    return centers
+    return implementation("farthest_first", keys.device, keys).farthest_first(keys, count, valid, given, form)
 
 
 def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
@@ -71,17 +72,7 @@ def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
 
     keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
     """
-    place: Tensor = reference_of("farthest_first").nearest_center(keys, centers)
-    return place
-
-
-def _check(keys: Tensor, count: int, valid: Tensor | None, given: int, form: str) -> None:
-    """Raise ValueError when a shape, a dtype or a choice does not fit the others."""
-    check_keys(keys)
-    check("valid", valid, keys.shape[:3], torch.bool)
-    if count < 0 or given < 1:
-        raise ValueError(f"count={count} must be 0 or more and given={given} 1 or more.")
-    check_choice("form", form, FORMS)
+    return reference_of("farthest_first").nearest_center(keys, centers)
 
 
 class Tiles(NamedTuple):

@@ -5,7 +5,7 @@
     choose   one program per head: replays the greedy choice (exact), or accepts what is far apart (coarse)
 
 A head whose last round found no new center is idle: its programs return at once. Every CHECK rounds the host checks
-whether all are idle. Legend: see the package docstring.
+whether all are idle.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ def supported(keys: Tensor) -> bool:
 
 
 def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:
-    """See `kvsketch.ops.farthest_first`."""
     batch, heads, length, size = keys.shape
     index, nearest = first_centers(valid, count, given)
     chosen = index.to(torch.int32).contiguous()

@@ -1,7 +1,7 @@
-"""Farthest-first centers in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Farthest-first centers in torch.
 
 `nearest` [B, H, N] is the squared distance of each key to its nearest center, -1 for a center and for a key that
-takes no part. Legend: see the package docstring.
+takes no part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,6 @@ class Points(NamedTuple):
 
 
 def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: str) -> Centers:
-    """See `kvsketch.ops.farthest_first`."""
     points = Points.of(keys)
     index, nearest = first_centers(valid, count, given)
     nearest = nearest.to(points.keys.dtype)
@@ -49,7 +48,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
             cover(nearest, points, index[..., step : step + 1])
     else:
         _fill_coarsely(index, nearest, points, Tiles.of(valid))
-    return Centers(index, radius_of(nearest))
+    return Centers(index, nearest.amax(-1).clamp_min(0).sqrt().float())
 
 
 def first_centers(valid: Tensor, count: int, given: int) -> tuple[Tensor, Tensor]:
@@ -79,10 +78,6 @@ def cover(nearest: Tensor, points: Points, centers: Tensor) -> None:
     nearest.scatter_reduce_(2, centers.clamp_min(0), marks, "amin")
 
 
-def radius_of(nearest: Tensor) -> Tensor:  # [B, H]
-    return nearest.amax(-1).clamp_min(0).sqrt().float()
-
-
 def fill_with_equals(index: Tensor, nearest: Tensor) -> None:
     """Completes rows in place whose remaining keys all equal a center: the lowest first, as the greedy choice would."""
     keys = nearest.shape[2]
@@ -93,7 +88,6 @@ def fill_with_equals(index: Tensor, nearest: Tensor) -> None:
 
 
 def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """See `kvsketch.ops.nearest_center`."""
     chosen = Points.of(Points(keys, keys[..., 0]).at(centers).keys)
     absent = (centers < 0).unsqueeze(-2)
     block = max(1, MAX_DISTANCES // max(1, centers.numel()))

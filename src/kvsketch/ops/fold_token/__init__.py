@@ -12,8 +12,6 @@ Each sample is drawn with probability |v|^2 / mu; with `State.folded` those with
 odd number uniformly. A sample then weighs 1 / (a |v|^2 / mu + b / n) for a even and b odd samples of n tokens (the
 balance heuristic of Veach and Guibas, 1995), which is unbiased and at most n / b.
 
-`reference.py` is the definition in torch, `kernel.py` the same in one launch.
-
 Legend: B batch rows, H KV heads, K key slots, V value slots, s samples, m clusters, t slots per cluster, D key size.
 """
 

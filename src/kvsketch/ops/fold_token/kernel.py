@@ -1,8 +1,7 @@
 """Folding one token in Triton: one program per batch row and KV head, one launch per step. Same draws as the reference.
 
 A step rarely changes a sample: the draws alone say which ones, and a changed sample affects only the shares of its old
-token and of the new one. Barriers are needed where one thread writes what others have just read, or will read. Legend:
-see the package docstring.
+token and of the new one. Barriers are needed where one thread writes what others have just read, or will read.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Folding one token in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-The host never waits for the device, and no shape depends on data. Legend: see the package docstring.
-"""
+"""Folding one token in torch: the host never waits for the device, and no shape depends on data."""
 
 from __future__ import annotations
 
@@ -17,7 +14,6 @@ NEG_INF = float("-inf")
 
 
 def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
-    """See `kvsketch.ops.fold_token`."""
     real = state.clock if state.padding is None else state.clock - state.padding
     real = real.expand(state.plan.shape[0])
     slot = slot_of(real, state.plan, layout).view(-1, 1, 1).expand(state.next_slot.shape)

@@ -11,10 +11,6 @@ on are equal; of places equally old the lower one goes first; the places taken a
 order of the last list entry that names each. So results never depend on timing. There must be as many hot places as
 entries in all lists of a KV head; with R times as many, what the last R calls read is still there.
 
-`reference.py` is the definition in torch. `kernel.py` takes two launches. In the first, programs look up parts of the
-lists, and the last one of each KV head gives places to what is missing; in the second, missing rows are copied straight
-out of pinned memory. Nothing is read back by the host.
-
 Legend: B batch rows, H KV heads, L lists (a multiple of H), M entries per list, N tokens of the store, C hot places.
 """
 
@@ -77,8 +73,7 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     Returns slots of the buffer, [B, L, M] int32, -1 for none. The package docstring says which places are taken.
     """
     _check(rows, tail, hot, store, buffer)
-    slots: Tensor = implementation("hot_rows", rows.device, store, buffer).hot_rows(rows, tail, hot, store, buffer)
-    return slots
+    return implementation("hot_rows", rows.device, store, buffer).hot_rows(rows, tail, hot, store, buffer)
 
 
 def new_places(batch: int, heads: int, tokens: int, places: int, device: torch.device) -> HotPlaces:

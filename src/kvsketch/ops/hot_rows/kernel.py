@@ -1,4 +1,4 @@
-"""Hot rows on a GPU: one launch decides which rows are missing, one copies them. Legend: see the package docstring."""
+"""Hot rows on a GPU: one launch decides which rows are missing, one copies them straight out of pinned memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ def supported(store: Store, buffer: Buffer) -> bool:
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
-    """See `kvsketch.ops.hot_rows`."""
     batch, heads, places = hot.token_of.shape
     rows = rows.contiguous()
     entries, tokens = rows.numel() // (batch * heads), hot.place_of.shape[2]

@@ -1,7 +1,4 @@
-"""Hot rows in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Hot rows in torch."""
 
 from __future__ import annotations
 
@@ -12,7 +9,6 @@ from kvsketch.ops.hot_rows import CALLS, COPIES, HITS, OLDEST, READS, Buffer, Ho
 
 
 def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> Tensor:
-    """See `kvsketch.ops.hot_rows`."""
     batch, heads, _ = hot.token_of.shape
     tokens = rows.view(batch, heads, -1).long()
     tail = tail.view(-1, 1, 1).long()
@@ -29,7 +25,9 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     entry = torch.arange(tokens.shape[2], device=rows.device)
     copied = stored & ~hit & (last_entry.gather(2, source) == entry)
 
-    _fill(_missing(tokens, copied), copied.sum(2, keepdim=True), call, hot, store, buffer)
+    # The tokens to copy, in order, before all others.
+    missing = tokens.gather(2, (~copied).int().argsort(dim=2, stable=True))
+    _fill(missing, copied.sum(2, keepdim=True), call, hot, store, buffer)
     for column, happened in ((READS, stored), (HITS, hit), (COPIES, copied)):
         hot.counts[..., column] += happened.sum(2)
 
@@ -45,17 +43,11 @@ def _last_entries(source: Tensor, missing: Tensor, tokens: int) -> Tensor:  # [B
     return none.scatter_reduce(2, source, entry.where(missing, -1), "amax")
 
 
-def _missing(tokens: Tensor, copied: Tensor) -> Tensor:  # [B, H, entries]
-    """The tokens to copy, in order, before all others."""
-    return tokens.gather(2, (~copied).int().argsort(dim=2, stable=True))
-
-
 def _fill(missing: Tensor, count: Tensor, call: Tensor, hot: HotPlaces, store: Store, buffer: Buffer) -> None:
     """Gives the oldest places to the first `count` missing tokens and copies their rows."""
     age = (call - hot.last_read).clamp_max(OLDEST)
-    rank = torch.empty_like(age, dtype=torch.long)
-    rank.scatter_(2, age.argsort(dim=2, descending=True, stable=True), _numbers(age))
-    taken = rank < count
+    number = torch.arange(age.shape[2], device=age.device).expand(age.shape)
+    taken = torch.empty_like(number).scatter_(2, age.argsort(dim=2, descending=True, stable=True), number) < count
     batch, head, place = taken.nonzero(as_tuple=True)
     token = missing[batch, head, (taken.cumsum(2) - 1)[taken]]
     old = hot.token_of[taken].long()
@@ -67,7 +59,3 @@ def _fill(missing: Tensor, count: Tensor, call: Tensor, hot: HotPlaces, store: S
     where = (store.row.long()[batch].to(store.keys.device), head.to(store.keys.device), token.to(store.keys.device))
     for far, near in (pair for both in pairs(store, buffer) for pair in zip(*both, strict=True)):
         near[batch, head, place + buffer.first_hot] = far[where].to(near.device)
-
-
-def _numbers(like: Tensor) -> Tensor:
-    return torch.arange(like.shape[2], device=like.device).expand(like.shape)

@@ -1,21 +1,15 @@
 """Attention of one query to chosen rows of a store of keys and values, read where they lie.
 
-    out(q) = ( sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c ) / ( sum_i exp(s_i) + sum_c exp(s_c + w_c) )
-
-i runs over the listed rows and over a few contiguous spans that every query reads; s = scale * <q, k>. The second terms
-are optional: one slot for what each cluster leaves unread, its mean key k_c, its mean value v_c, and w_c = log of the
-number of unread tokens.
-
-A cluster t that was read in part holds the rows `cut` of the list. Its slot is to stand for the mean value of the rest,
-(n v_t - sum of the rows read) / (n - rows read), so that the numerator has one more term,
+Extra slots stand for what each cluster leaves unread: with its mean key k_c, its mean value v_c, and w_c = log of the
+number of unread tokens. A cluster t that was read in part holds the rows `cut` of the list. Its slot is to stand for
+the mean value of the rest, (n v_t - sum of the rows read) / (n - rows read), so that the numerator has one more term,
 
     - exp(s_t) sum_{i in cut} (v_i - v_t)
 
 and keys that are equal inside a cluster make the answer exact, whatever their values. The slot keeps the mean key of
 the whole cluster: that of the rest would magnify the rounding of k_t by n / (n - rows read), inside an exponent.
 
-`reference.py` is the definition in torch. In `kernel.py` rows are gathered by pointer inside the Triton program, so a
-store may also lie in pinned host memory.
+Kernels gather rows by pointer, so a store may also lie in pinned host memory.
 
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H, L lists (Hq: one per query head; H: one per group), M rows
 per list, N slots of the store, R spans, C extra slots, D key size, Dv value size.
@@ -32,7 +26,6 @@ from torch import Tensor
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.checks import check, check_dtypes, check_groups
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.weighted_attention import Attended
 
 
 class Spans(NamedTuple):
@@ -94,8 +87,7 @@ def indexed_attention(
         raise ValueError("extra_k, extra_v and extra_log_weight belong together: pass all three or none.")
     call = Arguments(q, k_store, v_store, rows, scale, always, extra, softcap, sink_logits)
     call.check()
-    attended: Attended = implementation("indexed_attention", q.device, call).indexed_attention(call)
-    return attended.returned(return_state)
+    return implementation("indexed_attention", q.device, call).indexed_attention(call).returned(return_state)
 
 
 @dataclass(frozen=True)
@@ -125,26 +117,23 @@ class Arguments:
         if queries != 1:
             raise ValueError(f"q must hold one query, got {queries}; read several with weighted_attention.")
         if k.shape[0] != batch or k.shape[3] != size or v.shape[:3] != k.shape[:3]:
-            raise ValueError(f"k_store {_shape(k)} and v_store {_shape(v)} must fit q {_shape(q)} and one another.")
+            raise ValueError(
+                f"k_store {list(k.shape)} and v_store {list(v.shape)} must fit q {list(q.shape)} and one another."
+            )
         check_groups(query_heads, heads, "k_store")
         if self.rows.dim() != 3 or self.rows.shape[0] != batch or self.rows.shape[1] not in (query_heads, heads):
-            raise ValueError(f"rows must be [{batch}, {query_heads} or {heads}, rows], got {_shape(self.rows)}.")
+            raise ValueError(f"rows must be [{batch}, {query_heads} or {heads}, rows], got {list(self.rows.shape)}.")
         if self.rows.dtype != torch.int32:
             raise ValueError(f"rows must be int32 slot numbers, got {self.rows.dtype}.")
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
         check("sink_logits", self.sink_logits, (query_heads,))
         if self.spans is not None:
-            _check_spans(self.spans, batch)
+            check("spans", self.spans.edges, (batch, "spans", 2), torch.int32)
+            if (most := self.spans.most) < 1:
+                raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
         if self.extra is not None:
             _check_extra(self.extra, q, v.shape[3], heads, self.rows.shape[1])
-
-
-def _check_spans(spans: Spans, batch: int) -> None:
-    edges, most = spans
-    check("spans", edges, (batch, "spans", 2), torch.int32)
-    if most < 1:
-        raise ValueError(f"max_span={most} must be the most tokens that the spans of a row hold, 1 or more.")
 
 
 def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: int) -> None:
@@ -152,13 +141,8 @@ def _check_extra(extra: Extra, q: Tensor, value_size: int, heads: int, lists: in
     check("extra_k", extra.k, (batch, heads, "slots", size))
     count = extra.k.shape[2]
     check("extra_v", extra.v, (batch, heads, count, value_size))
-    if tuple(extra.log_weight.shape) not in ((batch, query_heads, count), (batch, heads, count)):
-        raise ValueError(
-            f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {_shape(extra.log_weight)}."
-        )
+    weights = list(extra.log_weight.shape)
+    if weights not in ([batch, query_heads, count], [batch, heads, count]):
+        raise ValueError(f"extra_log_weight must be [{batch}, {query_heads} or {heads}, {count}], got {weights}.")
     check("extra_cut", extra.cut, (batch, lists, 3), torch.int32)
     check("extra_scores", extra.scores, (batch, query_heads, count), torch.float32)
-
-
-def _shape(tensor: Tensor | CodedSlots) -> list[int]:
-    return list(tensor.shape)

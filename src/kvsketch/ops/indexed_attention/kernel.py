@@ -6,14 +6,13 @@ heads of the group are then computed along with it and not stored: a tile of the
 time goes into reading. Sums are kept as in weighted attention and combined by the same program (`common/sums.py`).
 4-bit rows have a program of their own, which sums values rotated around their center, with slots as the long side of
 its products (`common/few_bits.py`). Extra slots are read by their scores, which a method that ranks them has.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -57,7 +56,7 @@ from kvsketch.ops.common.kernel import (
     tanh_ratio,
 )
 from kvsketch.ops.common.ragged import CODED_PROGRAMS
-from kvsketch.ops.common.sums import add_terms, combine
+from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -157,21 +156,13 @@ def indexed_attention(call: Arguments, launch: Plan | None = None) -> Attended:
     return Attended(out, state[0], state[1])
 
 
-class Unread(NamedTuple):
-    """Extra slots as the kernels take them."""
-
-    scores: Tensor | None = None  # [B, Hq, C] float32
-    v: Tensor | None = None
-    log_weight: Tensor | None = None  # [B, Hq or H, C] float32
-    cut: Tensor | None = None
-
-    @classmethod
-    def of(cls, call: Arguments) -> Unread:
-        if call.extra is None or not call.extra.k.shape[2]:
-            return cls()
-        k, v, log_weight, cut, scores = call.extra
-        scores = cluster_scores(call.q, k) if scores is None else scores
-        return cls(scores.contiguous(), dense_last(v), log_weight.float().contiguous(), contiguous(cut))
+def _unread(call: Arguments) -> tuple[Tensor | None, ...]:
+    """Scores [B, Hq, C] float32, values, weights float32 and cut of the extra slots, as the kernels take them."""
+    if call.extra is None or not call.extra.k.shape[2]:
+        return None, None, None, None
+    k, v, log_weight, cut, scores = call.extra
+    scores = cluster_scores(call.q, k) if scores is None else scores
+    return scores.contiguous(), dense_last(v), log_weight.float().contiguous(), contiguous(cut)
 
 
 def _read(call: Arguments, launch: Plan, acc: Tensor, sums: Tensor) -> None:
@@ -204,19 +195,20 @@ def _grid(call: Arguments, launch: Plan) -> tuple[int]:
 
 def _shared(call: Arguments, launch: Plan) -> dict[str, Any]:
     """Arguments that both programs take."""
-    spans, extra, heads, q = call.spans, Unread.of(call), call.k.shape[1], dense_last(call.q)
+    spans, heads, q = call.spans, call.k.shape[1], dense_last(call.q)
+    scores, means, weights, cut = _unread(call)
     bound = {"maxnreg": launch.registers} if launch.registers and PTX.value else {}
     return {
         "rows_ptr": call.rows.contiguous(), "spans_ptr": None if spans is None else spans.edges.contiguous(),
-        "scores_ptr": extra.scores, "means_ptr": extra.v, "weights_ptr": extra.log_weight, "cut_ptr": extra.cut,
+        "scores_ptr": scores, "means_ptr": means, "weights_ptr": weights, "cut_ptr": cut,
         "scale": call.scale, "softcap": call.softcap, "kv_heads": heads,
         "row_count": call.rows.shape[2], "span_count": 0 if spans is None else spans.most,
-        "extra_count": 0 if extra.v is None else extra.v.shape[2],
+        "extra_count": 0 if means is None else means.shape[2],
         "list_splits": launch.list_splits, "span_splits": launch.span_splits, "extra_splits": launch.extra_splits,
-        "q_strides": q.stride()[:2], "mean_strides": None if extra.v is None else slot_strides(extra.v),
+        "q_strides": q.stride()[:2], "mean_strides": None if means is None else slot_strides(means),
         "GROUP": q.shape[1] // heads, "LISTS": call.rows.shape[1] // heads,
         "SPANS": 0 if spans is None else spans.edges.shape[1],
-        "WEIGHTS": 1 if extra.log_weight is None else extra.log_weight.shape[1] // heads,
+        "WEIGHTS": 1 if weights is None else weights.shape[1] // heads,
         "BLOCK_N": launch.block_n, "STAGES": launch.stages, "OVERLAP": launch.overlap, "num_warps": launch.warps,
         **bound,
     }  # fmt: skip
@@ -380,8 +372,7 @@ def read_extra(
     query = tl.arange(0, BLOCK_M)
     scores = scores_ptr + (head * GROUP + query) * count
     weights = weights_ptr + (head * WEIGHTS + tl.where(WEIGHTS > 1, query, 0)) * count
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
     tiles = tl.cdiv(count, EXTRA_TILE)
     for tile in tl.range(tiles * split // splits, tiles * (split + 1) // splits, num_stages=STAGES):
@@ -396,8 +387,7 @@ def read_extra(
         acc = dot(v, operand(terms, DTYPE, True), acc * of_rows(shrink, True))
     at = (head * GROUP + query) * (before + splits) + before + split
     store_columns(acc_ptr + at * DV, once(acc), query < GROUP, 0, 1, DV, BLOCK_DV)
-    tl.store(sums_ptr + at * 4, origin, mask=query < GROUP)
-    tl.store(sums_ptr + at * 4 + 1, total, mask=query < GROUP)
+    store_sums(sums_ptr, at, origin, total, origin, total, query < GROUP, True)
 
 
 @triton.jit(do_not_specialize=["row_count", "span_count", "extra_count", "list_splits", "span_splits", "extra_splits"])
@@ -438,8 +428,7 @@ def pieces_kernel(
     q = load_columns(q_rows, query < GROUP, 0, 1, D, BLOCK_D)  # [BLOCK_M, BLOCK_D]
     k_base = k_ptr + b * k_strides[0] + h * k_strides[1]
     v_base = v_ptr + b * v_strides[0] + h * v_strides[1]
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     listed = rows_ptr + (head * LISTS + which) * row_count
     if in_list:
@@ -478,8 +467,7 @@ def pieces_kernel(
 
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
     store_columns(acc_ptr + at * DV, acc, reads, 0, 1, DV, BLOCK_DV)
-    tl.store(sums_ptr + at * 4, origin, mask=reads)
-    tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+    store_sums(sums_ptr, at, origin, total, origin, total, reads, True)
 
 
 @triton.jit
@@ -592,8 +580,7 @@ def coded_pieces_kernel(
     q, lift = query_operands(q, HALF)  # four parts [BLOCK_D, 2 BLOCK_M], [2 BLOCK_M]
     # <q, center> is in the logit of every row alike: without a cap it joins at the end.
     late = q_center * (scale * LOG2E)
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     zero = tl.zeros((BLOCK_DV, 2 * BLOCK_M), tl.float32)
     acc = (zero, zero, zero, zero)
     exact_place = tl.arange(0, EXACT_BLOCK)
@@ -669,8 +656,7 @@ def coded_pieces_kernel(
 
     at = (head * GROUP + query) * (list_splits + span_splits + extra_splits) + own
     store_by_words(acc_ptr + at * DV, acc, reads, DV, BLOCK_DV)
-    tl.store(sums_ptr + at * 4, origin, mask=reads)
-    tl.store(sums_ptr + at * 4 + 1, total, mask=reads)
+    store_sums(sums_ptr, at, origin, total, origin, total, reads, True)
 
 
 @triton.jit

@@ -1,7 +1,4 @@
-"""Indexed attention in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Indexed attention in torch."""
 
 from __future__ import annotations
 
@@ -18,7 +15,6 @@ NEG_INF = float("-inf")
 
 
 def indexed_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.indexed_attention`."""
     batch, query_heads, _, size = call.q.shape
     heads = call.k.shape[1]
     dtype = torch.promote_types(call.q.dtype, torch.float32)

@@ -38,5 +38,4 @@ def join_attention(own: Part, other: Part, at: Tensor | None = None) -> Tensor: 
         check("own", own.out, (rows, heads, 1, size))
         check("at", at, (rows,), torch.int64)
         check("groups", other.out, ("G", heads, "n", size))
-    joined: Tensor = implementation("join_attention", own.out.device, own.out).join_attention(own, other, at)
-    return joined
+    return implementation("join_attention", own.out.device, own.out).join_attention(own, other, at)

@@ -51,7 +51,6 @@ def _join(
 
 
 def join_attention(own: Part, other: Part, at: Tensor | None) -> Tensor:
-    """See `kvsketch.ops.join_attention`."""
     batch, heads, queries, size = own.out.shape
     out = torch.empty(own.out.shape, dtype=own.out.dtype, device=own.out.device)
     rows = batch * heads * queries

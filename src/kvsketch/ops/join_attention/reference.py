@@ -11,7 +11,6 @@ NEG_INF = float("-inf")
 
 
 def join_attention(own: Part, other: Part, at: Tensor | None) -> Tensor:
-    """See `kvsketch.ops.join_attention`."""
     if at is not None:
         other = _of_rows(other, at)
     most = torch.maximum(own.log_sum, other.log_sum)

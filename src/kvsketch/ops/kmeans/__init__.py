@@ -17,10 +17,6 @@ and one key of each run is drawn by (seed, layer, first_position, head, number o
 first_head. They are distinct, all keys of a run are equally likely, and a row's draw does not depend on batch or
 padding. Each row has min(its count, its keys) live clusters; the others stay empty, with centroid 0.
 
-`reference.py` is the definition in torch. `kernel.py` never holds scores in memory: a program keeps the best cluster of
-each of its keys while it walks over the centroids; `ops.cluster_index` then sorts the keys by label, and each cluster
-sums its own in order. Results do not depend on timing.
-
 Legend: B batch rows, H KV heads, n keys, C clusters, D key size.
 """
 
@@ -77,9 +73,7 @@ def kmeans(
     """
     _check(keys, clusters, start, counts, rounds, metric)
     stream = Stream(seed, layer, first_position, first_head)
-    chosen = implementation("kmeans", keys.device, keys)
-    result: Clusters = chosen.kmeans(keys, clusters, start, counts, rounds, stream, metric)
-    return result
+    return implementation("kmeans", keys.device, keys).kmeans(keys, clusters, start, counts, rounds, stream, metric)
 
 
 def _check(keys: Tensor, clusters: int, start: Tensor | None, counts: Tensor | None, rounds: int, metric: str) -> None:

@@ -5,12 +5,11 @@ the largest |d_c - m| of the head; then its bits order like the score, and the l
 number in its tile, counted down: one integer maximum finds score and centroid, and the lowest centroid of equals.
 Scores closer than |k| r / 2^16 may count as equal. By distance keys are k - m, and the lift has r^2 / 2 more.
 begin finds m and, like the means of a round, subtracts it from each direction that it writes: no launch is added.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -19,7 +18,7 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index.kernel import Directions, cluster_index, empty_index, inverse_norm, update_means
 from kvsketch.ops.cluster_index.kernel import supported as index_supported
-from kvsketch.ops.common.device import on
+from kvsketch.ops.common.device import TileLaunch, on
 from kvsketch.ops.common.kernel import dot
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last
 from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
@@ -31,27 +30,18 @@ BEGIN_ROWS = 32
 LEAST_RADIUS = tl.constexpr(1 / 64)
 
 
-class KMeansLaunch(NamedTuple):
-    """Tiles and resources of the assignment; every choice gives the same result up to rounding."""
-
-    keys: int
-    clusters: int
-    warps: int
-    stages: int
-
-
 def supported(keys: Tensor) -> bool:
     """True when the kernels support these keys."""
     batch, heads, length, size = keys.shape
     return keys.dtype in KERNEL_DTYPES and batch * heads > 0 and size <= MAX_HEAD_SIZE and index_supported(length, size)
 
 
-def launch_for(dtype: torch.dtype, size: int) -> KMeansLaunch:
-    """KMeansLaunch sizes for keys of this dtype and (padded) size."""
+def launch_for(dtype: torch.dtype, size: int) -> TileLaunch:
+    """Tiles of keys and clusters of the assignment, for keys of this dtype and (padded) size."""
     if dtype == torch.float32:
-        return KMeansLaunch(64, 64, 4, 2) if size <= 128 else KMeansLaunch(32, 32, 4, 2)
+        return TileLaunch(64, 64, 4, 2) if size <= 128 else TileLaunch(32, 32, 4, 2)
     # Every tile of keys reads all centroids: large tiles keep that traffic below what the matrix units need.
-    return KMeansLaunch(256, 64, 8, 3) if size <= 128 else KMeansLaunch(128, 64, 8, 2)
+    return TileLaunch(256, 64, 8, 3) if size <= 128 else TileLaunch(128, 64, 8, 2)
 
 
 def kmeans(
@@ -62,7 +52,7 @@ def kmeans(
     rounds: int,
     stream: Stream,
     metric: str = "cosine",
-    launch: KMeansLaunch | None = None,
+    launch: TileLaunch | None = None,
 ) -> Clusters:
     """See `kvsketch.ops.kmeans`; `launch` overrides the launch sizes."""
     batch, heads, length, size = keys.shape
@@ -71,7 +61,7 @@ def kmeans(
     first, live = live_clusters(keys, clusters, start, counts)
     block_d = block_size(size)
     launch = launch or launch_for(dtype, block_d)
-    padded = triton.cdiv(clusters, launch.clusters) * launch.clusters
+    padded = triton.cdiv(clusters, launch.columns) * launch.columns
     directions = Directions(
         torch.zeros((batch * heads, padded, block_d), dtype=dtype, device=device),
         torch.empty((batch * heads, block_d), dtype=torch.float32, device=device),
@@ -84,9 +74,9 @@ def kmeans(
     cosine = metric == "cosine"
 
     def assign() -> None:
-        assign_kernel[(triton.cdiv(length, launch.keys), batch * heads)](
+        assign_kernel[(triton.cdiv(length, launch.rows), batch * heads)](
             keys, *directions, first, live, labels, heads, length, padded, *keys.stride()[:3],
-            KEYS=launch.keys, CLUSTERS=launch.clusters, STAGES=launch.stages, COSINE=cosine, DISTANCE=metric == "l2",
+            KEYS=launch.rows, CLUSTERS=launch.columns, STAGES=launch.stages, COSINE=cosine, DISTANCE=metric == "l2",
             **shape, num_warps=launch.warps,
         )  # fmt: skip
 

@@ -1,7 +1,6 @@
-"""k-means in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""k-means in torch.
 
 Rows are taken one by one, each without its padding, so that a row's result is the same in any batch to the last bit.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -27,7 +26,6 @@ def kmeans(
     stream: Stream,
     metric: str = "cosine",
 ) -> Clusters:
-    """See `kvsketch.ops.kmeans`."""
     batch, heads, length, size = keys.shape
     centroids = torch.zeros((batch, heads, clusters, size), dtype=torch.float32, device=keys.device)
     labels = torch.full((batch, heads, length), -1, dtype=torch.int32, device=keys.device)

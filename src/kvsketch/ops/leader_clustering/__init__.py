@@ -1,11 +1,6 @@
 """Leader clustering of a stream of keys.
 
-A key farther than delta from every representative becomes a representative, while there is room; every other key joins
-the nearest one. Representatives never move, so the clusters of a stream do not depend on how it is split into blocks.
-
-`reference.py` opens one cluster per sweep over the keys, for all heads at once; `kernel.py` walks the stream in tiles,
-one program per head, and then assigns all keys in parallel.
-
+Representatives never move, so the clusters of a stream do not depend on how it is split into blocks.
 Legend: B batch rows, H KV heads, n keys in stream order, M room for representatives, D key size.
 """
 
@@ -38,5 +33,4 @@ def leader_clustering(
     join the nearest one too. Equal distances go to the older cluster.
     """
     chosen = implementation("leader_clustering", keys.device, keys)
-    result: Clustering = chosen.leader_clustering(keys, valid, representatives, alive, delta, limit)
-    return result
+    return chosen.leader_clustering(keys, valid, representatives, alive, delta, limit)

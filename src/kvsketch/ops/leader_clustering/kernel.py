@@ -3,7 +3,7 @@
 Opening is sequential, one program per head. It walks tiles of keys and compares them with all representatives by matrix
 products; only the keys farther than delta are processed one by one. It ends when a key finds no room, which with a
 bounded number of clusters happens early. Assigning takes, for each key in parallel, the nearest representative that was
-born no later than the key. Legend: see the package docstring.
+born no later than the key.
 """
 
 from __future__ import annotations
@@ -32,7 +32,6 @@ def supported(keys: Tensor) -> bool:
 def leader_clustering(
     keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
 ) -> Clustering:
-    """See `kvsketch.ops.leader_clustering`."""
     batch, heads, count, size = keys.shape
     room = representatives.shape[2]
     valid = valid.expand(batch, heads, count).to(torch.uint8).contiguous()

@@ -1,7 +1,7 @@
-"""Leader clustering in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Leader clustering in torch.
 
 Distances are sums of (k - x)^2 in float32 (float64 for float64), never |k|^2 + |x|^2 - 2 <k, x>: a key equal to a
-representative has distance 0 exactly, so delta = 0 means what it says. Legend: see the package docstring.
+representative has distance 0 exactly, so delta = 0 means what it says.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ INF = float("inf")
 def leader_clustering(
     keys: Tensor, valid: Tensor, representatives: Tensor, alive: Tensor, delta: Tensor, limit: Tensor
 ) -> Clustering:
-    """See `kvsketch.ops.leader_clustering`."""
     count, room = keys.shape[2], representatives.shape[2]
     points = wide(keys)
     representatives, alive = representatives.clone(), alive.clone()

@@ -4,7 +4,7 @@ A pool holds a page for each request, and a step takes some of them, in any orde
 worth (not keys and values: they stay where they are) into rows next to each other, `close_rows` writes it back. What
 another request has left in a page need not be finite, and attention multiplies the vectors of empty slots by 0: the
 front of a page, where they lie, is cleared when it is opened for a first token. The host reads nothing back, so a
-captured graph can replay both. `reference.py` is the definition in torch, `kernel.py` one launch for each.
+captured graph can replay both.
 
 Legend: P pages, B rows, H KV heads, S slots.
 """
@@ -50,8 +50,7 @@ def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
     of its page is cleared.
     """
     with on(held.tokens.device):
-        opened: tuple[Worth, Tensor] = implementation("page_rows", held.tokens.device).open_rows(held, rows, front)
-    return opened
+        return implementation("page_rows", held.tokens.device).open_rows(held, rows, front)
 
 
 def close_rows(held: Worth, rows: Rows, opened: Worth) -> None:

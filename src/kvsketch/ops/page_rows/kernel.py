@@ -1,4 +1,4 @@
-"""Rows of pages in Triton: one program per row and KV head, one launch each way. See reference.py for the meaning."""
+"""Rows of pages in Triton: one program per row and KV head, one launch each way."""
 
 from __future__ import annotations
 
@@ -79,7 +79,6 @@ def _close(
 
 
 def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
-    """See `kvsketch.ops.open_rows`."""
     index, score = held.tokens, held.score
     shape = (len(rows.pages), *index.shape[1:])
     opened = Worth(
@@ -95,7 +94,6 @@ def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
 
 
 def close_rows(held: Worth, rows: Rows, opened: Worth) -> None:
-    """See `kvsketch.ops.close_rows`."""
     shape = opened.tokens.shape
     _close[(shape[0] * shape[1],)](
         *held, *rows, *(None if x is None else x.contiguous() for x in opened), *_strides(held), *shape[1:],

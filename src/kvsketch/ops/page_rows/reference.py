@@ -1,4 +1,4 @@
-"""Rows of pages in torch: the definition the kernels are tested against, and the path used on a CPU."""
+"""Rows of pages in torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ NEG_INF = float("-inf")
 
 
 def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
-    """See `kvsketch.ops.open_rows`."""
     first = rows.pages[rows.seen == 0]
     front.words[first, : front.zeros] = 0
     front.words[first, front.zeros : front.zeros + front.ones] = -1
@@ -24,7 +23,6 @@ def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
 
 
 def close_rows(held: Worth, rows: Rows, opened: Worth) -> None:
-    """See `kvsketch.ops.close_rows`."""
     live = rows.seen >= 0
     index = torch.where(opened.tokens >= 0, opened.tokens - rows.shift.view(-1, 1, 1), -1).int()
     for plane, new in zip(held, Worth(index, opened.log_den, opened.score), strict=True):

@@ -5,8 +5,6 @@ token that fired in it. With threshold 2^32 w_i / (w_1 + ... + w_i) a slot holds
 total of all weights, whatever the length of the stream, and slots are independent. A stream split into blocks gives the
 same slots. 32 bits, not the 23 of a float32: the probability of a late token is one over the length of the stream.
 
-`reference.py` builds the whole matrix of draws, block by block; `kernel.py` keeps only the last firing of each slot.
-
 Legend: B batch rows, H KV heads, n tokens in stream order, S slots of a reservoir, C reservoirs per head.
 """
 
@@ -28,6 +26,4 @@ def reservoir(
     fires in a slot when its draw in [0, 2^32) lies below; labels [B, H, n]: the reservoir of each token, any for tokens
     whose threshold is 0; None: one reservoir for all.
     """
-    chosen = implementation("reservoir", state.device)
-    last: Tensor = chosen.reservoir(state, positions, threshold, slots, labels, reservoirs)
-    return last
+    return implementation("reservoir", state.device).reservoir(state, positions, threshold, slots, labels, reservoirs)

@@ -1,7 +1,4 @@
-"""Reservoirs on a GPU: each program draws for a stretch of tokens and a block of slots, and keeps the last firing.
-
-The draws are those of the reference, bit for bit, and are never stored. Legend: see the package docstring.
-"""
+"""Reservoirs on a GPU: each program draws for a stretch of tokens and a block of slots, and keeps the last firing."""
 
 from __future__ import annotations
 
@@ -27,7 +24,6 @@ def supported() -> bool:
 def reservoir(
     state: Tensor, positions: Tensor, threshold: Tensor, slots: int, labels: Tensor | None, reservoirs: int
 ) -> Tensor:
-    """See `kvsketch.ops.reservoir`."""
     batch, heads, count = threshold.shape
     last = torch.full((batch, heads, reservoirs, slots), -1, dtype=torch.int32, device=threshold.device)
     if count and slots and reservoirs:

@@ -1,7 +1,4 @@
-"""Reservoirs in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Reservoirs in torch."""
 
 from __future__ import annotations
 
@@ -30,7 +27,6 @@ def draws(state: Tensor, positions: Tensor, slots: int) -> Tensor:
 def reservoir(
     state: Tensor, positions: Tensor, threshold: Tensor, slots: int, labels: Tensor | None, reservoirs: int
 ) -> Tensor:
-    """See `kvsketch.ops.reservoir`."""
     batch, heads, count = threshold.shape
     last = torch.full((batch, heads, reservoirs, slots), -1, device=threshold.device)
     block = max(1, MAX_DRAWS // max(1, batch * heads * slots))

@@ -1,7 +1,4 @@
-"""Rotated keys in Triton, one launch: a program counts the tokens dropped after its slots and rotates their keys.
-
-See reference.py for the formulas.
-"""
+"""Rotated keys in Triton, one launch: a program counts the tokens dropped after its slots and rotates their keys."""
 
 from __future__ import annotations
 
@@ -66,7 +63,6 @@ def supported(keys: Tensor) -> bool:
 
 
 def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:
-    """See reference.rotate_keys."""
     batch, heads, slots, size = keys.shape
     half = turns.shape[0]
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)

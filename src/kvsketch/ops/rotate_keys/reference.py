@@ -1,13 +1,11 @@
-"""Rotated keys in torch: the definition the kernel is tested against, and the path used on a CPU."""
+"""Rotated keys in torch."""
 
 from __future__ import annotations
-
-import math
 
 import torch
 from torch import Tensor
 
-from kvsketch.ops.rotate_keys import TURN
+from kvsketch.ops.rotate_keys import angles_of
 
 
 def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
@@ -25,12 +23,12 @@ def gone_after(index: Tensor, seen: Tensor) -> Tensor:  # [B, H, S] int64
 
 def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Tensor:  # [B, H, S, D]
     """Keys [B, H, S, D] rotated by the tokens dropped after each, in float32 (float64 for float64), rounded once."""
-    half = turns.shape[0]
-    phase = gone_after(index, seen).unsqueeze(-1) * turns
-    phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
-    exact = torch.promote_types(keys.dtype, torch.float32)
-    angle = phase.to(exact) * (2 * math.pi / TURN)
-    cos, sin = angle.cos(), angle.sin()
-    first, second = keys[..., :half].to(exact), keys[..., half : 2 * half].to(exact)
-    rotated = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(keys.dtype)
-    return rotated if 2 * half == keys.shape[3] else torch.cat([rotated, keys[..., 2 * half :]], -1)
+    return rotated(keys, *angles_of(gone_after(index, seen), turns, keys.dtype))
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Pairs of channels (c, c + half) rotated by angles [.., half]; channels from 2 half on stay."""
+    half = cos.shape[-1]
+    first, second = x[..., :half].to(cos.dtype), x[..., half : 2 * half].to(cos.dtype)
+    result = torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return result if 2 * half == x.shape[-1] else torch.cat([result, x[..., 2 * half :]], -1)

@@ -8,13 +8,10 @@ Legend: B batch rows, Hq query heads, P chunks of C tokens, D head size.
 
 from __future__ import annotations
 
-import math
-
-import torch
 from torch import Tensor
 
 from kvsketch.ops.common.dispatch import implementation
-from kvsketch.ops.rotate_keys import TURN, check_turns
+from kvsketch.ops.rotate_keys import angles_of, check_turns
 
 
 def rotate_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
@@ -31,15 +28,6 @@ def rotate_queries(q: Tensor, positions: Tensor, turns: Tensor) -> Tensor:
     return rotate_by(q, *angles_of(positions, turns, q.dtype))
 
 
-def angles_of(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [B, P, half] each
-    """Cosine and sine of the angles of so many positions [B, P], for `rotate_by` of vectors of a dtype."""
-    phase = positions.unsqueeze(-1) * turns
-    phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
-    angle = phase.to(torch.promote_types(dtype, torch.float32)) * (2 * math.pi / TURN)
-    return angle.cos(), angle.sin()
-
-
 def rotate_by(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Queries [B, Hq, P C, D] rotated by angles that several calls share; keys are rotated alike."""
-    rotated: Tensor = implementation("rotate_queries", q.device, q).rotate_queries(q, cos, sin)
-    return rotated
+    return implementation("rotate_queries", q.device, q).rotate_queries(q, cos, sin)

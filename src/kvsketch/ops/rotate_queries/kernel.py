@@ -36,7 +36,6 @@ def supported(q: Tensor) -> bool:
 
 
 def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See reference.rotate_queries."""
     batch, heads, count, size = q.shape
     chunks, half = cos.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)

@@ -13,7 +13,6 @@ def supported(q: Tensor) -> bool:
 
 
 def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See reference.rotate_queries."""
     out, cos, sin = torch.empty(q.shape), cos.contiguous(), sin.contiguous()
     program("kvsketch_rotate_queries")(
         *q.shape, *cos.shape[1:], *q.stride()[:3], *(x.data_ptr() for x in (q, cos, sin, out))

@@ -8,10 +8,6 @@ A cluster that scores -inf is never taken. The tokens come as one list of slots 
 KV head when its group shares a choice), cluster by cluster in the order of their numbers, -1 where fewer exist than the
 budget.
 
-`reference.py` does what is written above. `kernel.py` needs no sort: the score of the last cluster taken is found bit
-by bit, one weighted count for each of its 32 bits, by one program for each list. Shapes are static, and the host never
-waits for the device.
-
 Legend: B batch rows, H KV heads, L list heads (a multiple of H), C clusters, n slots, D key size.
 """
 
@@ -48,9 +44,7 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     check("centroids", centroids, ("batch", "heads", "clusters", "size"))
     check("q", q, (centroids.shape[0], "heads", 1, centroids.shape[3]))
     check_groups(q.shape[1], centroids.shape[1], "centroids")
-    chosen = implementation("select_clusters", q.device, *centroids.shape[2:])
-    scores: Tensor = chosen.cluster_scores(q, centroids)
-    return scores
+    return implementation("select_clusters", q.device, *centroids.shape[2:]).cluster_scores(q, centroids)
 
 
 def select_clusters(
@@ -74,8 +68,7 @@ def select_clusters(
     clusters = Clusters(sizes, offsets, order)
     _check(scores, clusters, budget, budgets)
     chosen = implementation("select_clusters", scores.device, scores.shape[2])
-    selection: Selection = chosen.select_clusters(scores, clusters, budget, budgets)
-    return selection
+    return chosen.select_clusters(scores, clusters, budget, budgets)
 
 
 def _check(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None) -> None:

@@ -1,4 +1,8 @@
-"""Selection of clusters on a GPU: one launch for the scores, one for the lists. Legend: see the package docstring."""
+"""Selection of clusters on a GPU: one launch for the scores, one for the lists.
+
+No sort is needed: the score of the last cluster taken is found bit by bit, one weighted count for each of its 32 bits.
+Shapes are static, and the host never waits for the device.
+"""
 
 from __future__ import annotations
 
@@ -28,7 +32,6 @@ def supported(clusters: int, size: int = 1) -> bool:
 
 
 def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
-    """See `kvsketch.ops.cluster_scores`."""
     batch, heads, clusters, size = centroids.shape
     q, centroids = dense_last(q), dense_last(centroids)
     scores = torch.empty((batch, q.shape[1], clusters), dtype=torch.float32, device=q.device)
@@ -44,7 +47,6 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
 
 
 def select_clusters(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None = None) -> Selection:
-    """See `kvsketch.ops.select_clusters`."""
     batch, lists, clusters = scores.shape
     heads, slots = index.sizes.shape[1], 0 if index.order is None else index.order.shape[2]
     options: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}

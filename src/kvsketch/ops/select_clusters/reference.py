@@ -1,7 +1,4 @@
-"""Selection of clusters in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Selection of clusters in torch."""
 
 from __future__ import annotations
 
@@ -14,14 +11,12 @@ NEG_INF = float("-inf")
 
 
 def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
-    """See `kvsketch.ops.cluster_scores`."""
     batch, heads, clusters, size = centroids.shape
     rows = q.reshape(batch, heads, -1, size).to(torch.float32)
     return (rows @ centroids.to(torch.float32).mT).view(batch, q.shape[1], clusters)
 
 
 def select_clusters(scores: Tensor, index: Clusters, budget: int, budgets: Tensor | None = None) -> Selection:
-    """See `kvsketch.ops.select_clusters`."""
     limit = budget if budgets is None else budgets.clamp_max(budget).view(-1, 1, 1).long()
     group = scores.shape[1] // index.sizes.shape[1]
     sizes, offsets = (tensor.repeat_interleave(group, 1).long() for tensor in (index.sizes, index.offsets))

@@ -9,12 +9,6 @@ scores, `count` pages in all; equal scores go to the lower page, a score that is
 as one list for each query head, in ascending order, -1 behind the last. With a budget in tokens a query reads
 max(least, budget / page) pages; a row that has no more than the budget before its newest token is read whole.
 
-`widen_pages` updates the bounds: it extends those of the pages of the newest tokens, in place.
-
-`reference.py` does what is written above. `kernel.py` selects pages in two launches: scores, for which the bounds of a
-page are read once for all query heads of a group, and lists, by a search for the bits of the last score taken, two at a
-time. Bounds take one launch, for one token as for a prompt. The host never waits for the device.
-
 Legend: B batch rows, H KV heads, Hq query heads, P pages with room, D key size, n new tokens.
 """
 
@@ -77,9 +71,15 @@ def select_pages(
     more tokens than its budget before the newest. Equal scores go to the lower page.
     """
     bounds, text, limits = Bounds(page_min, page_max), Text(seen, padding, page), Limits(count, budgets, least, budget)
-    _check_selection(q, bounds, text, limits)
-    rows: Tensor = implementation("select_pages", q.device, bounds).select_pages(q, bounds, text, limits)
-    return rows
+    _check_bounds(bounds, text)
+    batch, heads, _, size = page_min.shape
+    check("q", q, (batch, "heads", 1, size))
+    check_groups(q.shape[1], heads, "page_min")
+    check_least("count", count, 1, " page")
+    check_least("least", least, 1, " page")
+    check_least("budget", 1 if budget is None else budget, 1, " token")
+    check("budgets", budgets, (batch,), torch.int32)
+    return implementation("select_pages", q.device, bounds).select_pages(q, bounds, text, limits)
 
 
 def widen_pages(
@@ -98,7 +98,10 @@ def widen_pages(
     one new token lies in that slot. The rest as in `select_pages`.
     """
     bounds, text = Bounds(page_min, page_max), Text(seen, padding, page)
-    _check_widening(bounds, keys, text, slot)
+    _check_bounds(bounds, text)
+    batch, heads, _, size = page_min.shape
+    check("keys", keys, (batch, heads, "tokens", size), page_min.dtype)
+    check("slot", slot, (batch, heads, 1), torch.int64)
     implementation("select_pages", keys.device, bounds).widen_pages(bounds, keys, text, slot)
 
 
@@ -110,23 +113,3 @@ def _check_bounds(bounds: Bounds, text: Text) -> None:
     check("seen", text.seen, (1,), torch.int64)
     check("padding", text.padding, low.shape[:1], torch.int64)
     check_least("page", text.page, 1, " token")
-
-
-def _check_selection(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> None:
-    """Raise ValueError when the arguments of `select_pages` do not fit."""
-    _check_bounds(bounds, text)
-    batch, heads, _, size = bounds.low.shape
-    check("q", q, (batch, "heads", 1, size))
-    check_groups(q.shape[1], heads, "page_min")
-    check_least("count", limits.most, 1, " page")
-    check_least("least", limits.least, 1, " page")
-    check_least("budget", 1 if limits.budget is None else limits.budget, 1, " token")
-    check("budgets", limits.budgets, (batch,), torch.int32)
-
-
-def _check_widening(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
-    """Raise ValueError when the arguments of `widen_pages` do not fit."""
-    _check_bounds(bounds, text)
-    batch, heads, _, size = bounds.low.shape
-    check("keys", keys, (batch, heads, "tokens", size), bounds.low.dtype)
-    check("slot", slot, (batch, heads, 1), torch.int64)

@@ -1,4 +1,4 @@
-"""Choice of pages on a GPU: one launch for scores, one for lists, one for bounds. Legend: see the package docstring."""
+"""Choice of pages on a GPU: one launch each for scores, lists and bounds; the host never waits for the device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.kernel import INF, NEG_INF, ordered_bits
+from kvsketch.ops.common.kernel import INF, NEG_INF, begin, ordered_bits
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, dense_last
 from kvsketch.ops.select_pages import Bounds, Limits, Text
 
@@ -33,7 +33,6 @@ def supported(bounds: Bounds) -> bool:
 
 
 def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tensor:
-    """See `kvsketch.ops.select_pages`."""
     return choose_pages(page_scores(q, bounds, text), text, limits)
 
 
@@ -69,7 +68,6 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
 
 
 def widen_pages(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
-    """See `kvsketch.ops.widen_pages`."""
     batch, heads, _, size = bounds.low.shape
     keys = dense_last(keys)
     new = keys.shape[2] if slot is None else 1
@@ -99,8 +97,7 @@ def score_kernel(
     OVERLAP: tl.constexpr,
 ):  # fmt: skip
     """Scores of a tile of pages of one KV head for all query heads of its group, in float32."""
-    if OVERLAP:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(OVERLAP, False)
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     real, _pad = real_tokens(seen_ptr, padding_ptr, b)
@@ -138,8 +135,7 @@ def choose_kernel(
     wanted = tl.minimum(full, (limit - 1).to(tl.int64))
     number = tl.arange(0, PAGES)
     eligible = number < newest
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
+    begin(False, OVERLAP)
     score = tl.load(scores_ptr + list_head * pages + number, mask=eligible & (number < pages), other=NEG_INF)
     key = ordered_bits(tl.where(score == score, score, NEG_INF))
 

@@ -1,7 +1,4 @@
-"""Choice of pages in torch: the definition the kernel is tested against, and the path used on a CPU.
-
-Legend: see the package docstring.
-"""
+"""Choice of pages in torch."""
 
 from __future__ import annotations
 
@@ -56,12 +53,10 @@ def _pages(limits: Limits, text: Text, real: Tensor) -> Tensor:  # [1 or B, 1, 1
 
 
 def select_pages(q: Tensor, bounds: Bounds, text: Text, limits: Limits) -> Tensor:
-    """See `kvsketch.ops.select_pages`."""
     return choose_pages(page_scores(q, bounds, text), text, limits)
 
 
 def widen_pages(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -> None:
-    """See `kvsketch.ops.widen_pages`."""
     if slot is not None:
         keys = keys.gather(2, slot.unsqueeze(-1).expand(-1, -1, 1, keys.shape[3]))
     real = text.seen.view(1, 1, 1) if text.padding is None else (text.seen - text.padding).view(-1, 1, 1)

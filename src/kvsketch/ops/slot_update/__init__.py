@@ -1,7 +1,6 @@
 """The two in-place updates of a decode step: write the new token into its slot, and choose the slot that goes next.
 
 Every tensor is modified in place and the host never waits for the device, so a captured graph can replay both.
-`reference.py` is the definition in torch, `kernel.py` one launch for each.
 
 Legend: B batch rows, H KV heads, S slots, Sv slots that carry a value, D key size, Dv value size.
 """

@@ -1,6 +1,4 @@
-"""Slot updates in Triton: one launch per update, of one program per batch row and KV head, or one for a few of them.
-See reference.py for the formulas.
-"""
+"""Slot updates in Triton: one launch per update, of one program per batch row and KV head, or one for a few of them."""
 
 from __future__ import annotations
 
@@ -35,7 +33,6 @@ def supported(
 def write_token(
     keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
-    """See `kvsketch.ops.write_token`."""
     if isinstance(keys, CodedSlots) and isinstance(values, CodedSlots):
         _launch_coded(keys, values, slots, token, score)
     else:
@@ -255,7 +252,6 @@ def _free_lowest(
 
 
 def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
-    """See `kvsketch.ops.free_lowest`."""
     index, log_den, log_num = slots
     scores, padding, seen, sinks, recent = ranking
     batch, heads, count = index.shape

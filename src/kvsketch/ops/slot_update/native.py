@@ -34,7 +34,6 @@ def supported(*call: object) -> bool:
 def write_token(
     keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
-    """See `kvsketch.ops.write_token`."""
     is_plain = token.pages is None and on_cpu(token.slot, token.start) and _numbers(slots, score)
     if not is_plain or not (_fits(keys, token.key) and _fits(values, token.value)):
         reference.write_token(keys, values, slots, token, score)
@@ -50,7 +49,6 @@ def write_token(
 
 
 def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
-    """See `kvsketch.ops.free_lowest`."""
     if not on_cpu(next_slot, ranking.padding, ranking.seen) or not _numbers(slots, ranking.scores):
         reference.free_lowest(slots, ranking, next_slot)
         return

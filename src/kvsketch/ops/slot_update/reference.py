@@ -1,4 +1,4 @@
-"""Slot updates in torch: the definition the kernels are tested against, and the path used on a CPU."""
+"""Slot updates in torch."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ LAST = torch.iinfo(torch.int64).max
 def write_token(
     keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
-    """See `kvsketch.ops.write_token`."""
     slot, packed = token.slot, None if token.start is None else (token.start + token.slot[:, :, 0]).flatten()
 
     def places(held: Tensor) -> Tensor:  # [B H]
@@ -63,7 +62,6 @@ def _write_paged(stored: Tensor | CodedSlots, new: Tensor, slot: Tensor, pages: 
 
 
 def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
-    """See `kvsketch.ops.free_lowest`."""
     index = slots.tokens
     keys = sort_keys(rank(ranking.scores, index, *ranking[1:]), index)
     victim = torch.where(index == CLOSED, LAST, keys).argmin(-1, keepdim=True)

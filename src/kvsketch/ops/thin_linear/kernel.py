@@ -1,4 +1,4 @@
-"""The products in Triton: one program reads BLOCK_N rows of a weight from end to end. See reference.py.
+"""The products in Triton: one program reads BLOCK_N rows of a weight from end to end.
 
 A single row of input is multiplied in registers, several go through the tensor cores. Sums are in fp32; only their
 order differs from the library's products.
@@ -17,29 +17,27 @@ from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.kernel import begin, dot
 
 MOST_ROWS = 64
 FEWEST_WEIGHTS = 1 << 19  # below this a launch costs more than the product
 MOST_PARTS = 3
 MATRIX_ROWS = 16  # the fewest rows that the tensor cores take
+AHEAD = 2  # tiles of a weight that are prefetched while the kernel before still runs
 
 
 @dataclass(frozen=True)
 class Tile:
-    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory, tiles
-    that are prefetched while the kernel before still runs.
-    """
+    """Rows of a weight per program, columns per turn of its loop, warps, tiles on their way in shared memory."""
 
     block_n: int
     block_k: int
     warps: int
-    stages: int = 0
-    ahead: int = 2
+    stages: int
 
     def shared_bytes(self, rows: int) -> int:
         """Memory of the tiles of weight and input, in numbers of two bytes."""
-        return 2 * max(1, self.stages) * (self.block_n + padded(rows)) * self.block_k
+        return 2 * self.stages * (self.block_n + padded(rows)) * self.block_k
 
 
 def serves(x: Tensor, *weights: Tensor) -> bool:
@@ -57,18 +55,14 @@ def serves(x: Tensor, *weights: Tensor) -> bool:
 
 
 def linears(
-    x: Tensor,
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-    residual: Tensor | None = None,
-    tile: Tile | None = None,
+    x: Tensor, weights: Sequence[Tensor], biases: Sequence[Tensor | None], residual: Tensor | None = None
 ) -> list[Tensor]:
     """See reference.linears, and linear_onto for a residual; all in one launch."""
     if len(weights) > MOST_PARTS:
         raise ValueError(f"{len(weights)} weights in one launch; at most {MOST_PARTS}")
     count, size = x.numel() // x.shape[-1], x.shape[-1]
     outputs = [weight.shape[0] for weight in weights]
-    tile = tile or tile_for(count, sum(outputs), device_traits(x.device))
+    tile = tile_for(count, sum(outputs), device_traits(x.device))
     results = [x.new_empty((*x.shape[:-1], n)) for n in outputs]
     extra = MOST_PARTS - len(weights)
     with_bias = any(bias is not None for bias in biases)
@@ -81,7 +75,7 @@ def linears(
             x, *weights, *[x] * extra, *parts, x if residual is None else residual,
             *results, *[x] * extra, count, size, *outputs, *[0] * extra,
             ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
-            AHEAD=tile.ahead, PARTS=len(weights), BIAS=with_bias, RESIDUAL=residual is not None,
+            AHEAD=AHEAD, PARTS=len(weights), BIAS=with_bias, RESIDUAL=residual is not None,
             num_warps=tile.warps, **early_start.launch(x.device),
         )  # fmt: skip
     return results
@@ -92,15 +86,14 @@ def linear_onto(residual: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None
     return linears(x, [weight], [bias], residual)[0]
 
 
-def gated_linear(x: Tensor, gate: Tensor, up: Tensor, tile: Tile | None = None) -> Tensor:
-    """See reference.gated_linear."""
+def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     count, size, outputs = x.numel() // x.shape[-1], x.shape[-1], gate.shape[0]
-    tile = tile or tile_for(count, 2 * outputs, device_traits(x.device))
+    tile = tile_for(count, 2 * outputs, device_traits(x.device))
     out = x.new_empty((*x.shape[:-1], outputs))
     with on(x.device):
         gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
             x, gate, up, out, count, size, outputs,
-            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, AHEAD=tile.ahead,
+            ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, AHEAD=AHEAD,
             num_warps=tile.warps, **early_start.launch(x.device),
         )  # fmt: skip
     return out
@@ -173,29 +166,19 @@ def _products(
 ):  # fmt: skip
     """Input times the weight rows that start at `weight_rows` [BLOCK_N]: [ROWS, BLOCK_N] in fp32.
 
-    The next tile of the weight is loaded while one is used, in registers or in shared memory (STAGES > 0); the first
-    load starts before the previous kernel has ended.
+    The next tiles of the weight are loaded to shared memory while one is used; the first ones are prefetched before the
+    previous kernel has ended.
     """
     k = tl.arange(0, BLOCK_K)
     tile = weight_rows[:, None] + k[None, :]
     # One row is summed over its columns at the end.
     total = tl.zeros((BLOCK_N, BLOCK_K) if ROWS == 1 else (ROWS, BLOCK_N), tl.float32)
-    if STAGES > 0:
-        if EARLY:
-            _prefetch(weight_rows, inside, size, AHEAD * BLOCK_K)
-            tl.extra.cuda.gdc_wait()
-        for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
-            weight = tl.load(tile + start, mask=inside[:, None] & (start + k < size)[None, :], other=0.0)
-            total = _add_product(total, weight, _input_tile(x_ptr, rows, k, start, count, size, ROWS), ROWS)
-    else:
-        weight = tl.load(tile, mask=inside[:, None] & (k < size)[None, :], other=0.0)
-        if EARLY:
-            tl.extra.cuda.gdc_wait()
-        for start in range(0, size, BLOCK_K):
-            following = start + BLOCK_K
-            ahead = tl.load(tile + following, mask=inside[:, None] & (following + k < size)[None, :], other=0.0)
-            total = _add_product(total, weight, _input_tile(x_ptr, rows, k, start, count, size, ROWS), ROWS)
-            weight = ahead
+    if EARLY:
+        _prefetch(weight_rows, inside, size, AHEAD * BLOCK_K)
+        tl.extra.cuda.gdc_wait()
+    for start in tl.range(0, size, BLOCK_K, num_stages=STAGES):
+        weight = tl.load(tile + start, mask=inside[:, None] & (start + k < size)[None, :], other=0.0)
+        total = _add_product(total, weight, _input_tile(x_ptr, rows, k, start, count, size, ROWS), ROWS)
     if ROWS == 1:
         return tl.sum(total, 1)[None, :]
     else:
@@ -209,8 +192,7 @@ def linears_kernel(
     PARTS: tl.constexpr, BIAS: tl.constexpr, RESIDUAL: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """out_p = x W_p^T (+ b_p) (+ residual) for up to three weights; programs go through the weights in order."""
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(EARLY, False)
     block = tl.program_id(0)
     w_ptr, bias_ptr, out_ptr, outputs = w0, b0, out0, n0
     if PARTS > 1:
@@ -250,8 +232,7 @@ def gated_kernel(
 
     A program takes BLOCK_N / 2 rows of either weight, in turns, so that a pair ends up side by side.
     """
-    if EARLY:
-        tl.extra.cuda.gdc_launch_dependents()
+    begin(EARLY, False)
     HALF: tl.constexpr = BLOCK_N // 2
     first = tl.program_id(0) * HALF
     row = tl.arange(0, BLOCK_N)

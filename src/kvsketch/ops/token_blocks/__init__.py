@@ -7,9 +7,6 @@ The first token of a text has a key unlike all others and carries most attention
 feels. In less than 8 bits the first token of a block is therefore written a second time, in 8 bits. It is read so where
 the block begins a text. 8 bits are enough for it.
 
-The operations and what a block holds are here, the definitions in torch in `reference.py`, the Triton programs and
-their launches in `kernel.py`.
-
 Legend: P blocks, T = TOKENS, B requests, M blocks of a request at most, n tokens, Hq query heads, H KV heads, D key
 size, Dv value size.
 """
@@ -207,6 +204,4 @@ def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: flo
         )
     if len(reading.table) != batch or len(reading.lengths) != batch:
         raise ValueError(f"the table has {len(reading.table)} requests, and q {list(q.shape)} has {batch}.")
-    chosen = implementation("token_blocks", q.device, blocks, q.dtype)
-    attended: Tensor = chosen.block_attention(q, blocks, reading, scale)
-    return attended
+    return implementation("token_blocks", q.device, blocks, q.dtype).block_attention(q, blocks, reading, scale)

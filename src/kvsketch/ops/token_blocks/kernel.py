@@ -43,7 +43,7 @@ from kvsketch.ops.common.kernel import (
     load_tile,
     store_columns,
 )
-from kvsketch.ops.common.sums import add_terms, combine
+from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums
 from kvsketch.ops.common.tensors import block_size, dense_last
 from kvsketch.ops.token_blocks import FIRST_BITS, TOKENS, Part, Reading, TokenBlocks, pieces_of
 
@@ -60,7 +60,6 @@ def supported(blocks: TokenBlocks, dtype: torch.dtype) -> bool:
 
 
 def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """See `kvsketch.ops.token_blocks.write_tokens`."""
     count = len(slots)
     if not count:
         return
@@ -133,7 +132,6 @@ def write_kernel(
 
 
 def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: float) -> Tensor:
-    """See `kvsketch.ops.token_blocks.block_attention`."""
     (batch, query_heads, size), (key, value) = q.shape, blocks.parts
     heads, value_size = blocks.shape.heads, value.codec.size
     group = query_heads // heads
@@ -218,8 +216,7 @@ def attention_kernel(
         q_center = tl.sum(wide * tl.load(center_ptr + h * D + column)[None, :], 1)
         q = (hadamard(wide * tl.load(sign_ptr + column)[None, :], BLOCK_M, D) * D**-0.5).to(HALF)  # [BLOCK_M, D]
         acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
-    origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    total = tl.zeros((BLOCK_M,), tl.float32)
+    origin, total = no_terms(BLOCK_M)
     slot = tl.arange(0, T)
     for tile in tl.range(from_slot // T, tl.cdiv(to_slot, T), num_stages=STAGES):
         block = tl.load(table + tile).to(tl.int64)
@@ -277,8 +274,7 @@ def attention_kernel(
         store_by_words(acc_ptr + place * DV, [once(part) for part in acc], inside, DV, BLOCK_DV)
     else:
         store_columns(acc_ptr + place * DV, acc, inside, 0, 1, DV, BLOCK_DV)
-    tl.store(sums_ptr + place * 4, origin, mask=inside)
-    tl.store(sums_ptr + place * 4 + 1, total, mask=inside)
+    store_sums(sums_ptr, place, origin, total, origin, total, inside, True)
 
 
 @triton.jit

@@ -1,8 +1,5 @@
 """Attention over weighted slots: what every compressed cache is read with.
 
-The operation is here, the checks of a call in `call.py`, the definition in torch in `reference.py`, launches in
-`kernel.py`, and the Triton program for each format in `plain.py` and `coded.py`.
-
 Legend: B batch rows, Hq query heads, H KV heads, G = Hq / H query heads per KV head, N queries, S slots, Sv slots that
 carry a value (the last S - Sv carry a key only), D key size, Dv value size.
 """

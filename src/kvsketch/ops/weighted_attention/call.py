@@ -99,7 +99,7 @@ class Arguments(NamedTuple):
         keys, values = self._shapes()
         kv_heads, slots = keys[1:3]
         if keys[0] != batch or keys[3] != size:
-            raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {_shape(q)}, got {list(keys)}.")
+            raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {list(q.shape)}, got {list(keys)}.")
         check_groups(query_heads, kv_heads)
         if values[:2] != keys[:2] or values[2] > slots:
             raise ValueError(f"v must be [{batch}, {kv_heads}, at most {slots}, size], got {list(values)}.")
@@ -133,7 +133,7 @@ class Arguments(NamedTuple):
         fits = fits and bias.shape[0] in (1, batch) and bias.shape[2] in (1, queries)
         if not fits or bias.shape[1] not in (1, kv_heads, query_heads):
             valid = f"[1 or {batch}, 1 or {kv_heads} or {query_heads}, 1 or {queries}, {slots}]"
-            raise ValueError(f"bias must be {valid}, got {_shape(bias)}.")
+            raise ValueError(f"bias must be {valid}, got {list(bias.shape)}.")
         if bias.dtype != torch.bool and not bias.is_floating_point():
             raise ValueError(f"bias must be boolean (True: visible) or floating point (added), got {bias.dtype}.")
 
@@ -146,7 +146,3 @@ def rows_in(part: Tensor | CodedSlots, pages: Tensor) -> Tensor | CodedSlots:
     return replace(
         part, center=center, exact=exact, exact_at=exact_at, codes=part.codes[pages], steps=part.steps[pages]
     )
-
-
-def _shape(tensor: Tensor | CodedSlots) -> list[int]:
-    return list(tensor.shape)

@@ -39,8 +39,8 @@ from kvsketch.ops.common.kernel import (
     store_columns,
 )
 from kvsketch.ops.common.ragged import EXACT_SLOTS
-from kvsketch.ops.common.sums import add_terms, load_weights
-from kvsketch.ops.weighted_attention.plain import add_bias, bias_of_rows, finish_scores, store_sums
+from kvsketch.ops.common.sums import add_terms, load_weights, no_terms, store_sums
+from kvsketch.ops.weighted_attention.plain import add_bias, bias_of_rows, finish_scores
 
 WORTH_OF_EXACT = tl.constexpr(EXACT_SLOTS)
 EXACT_BLOCK = tl.constexpr(16)  # exact slots of a head, at most
@@ -304,10 +304,8 @@ def coded_split_kernel(
         least_exact = tl.min(tl.load(exact_at + place, mask=place < EXACT, other=2147483647), 0)
         most_exact = tl.max(tl.load(exact_at + place, mask=place < EXACT, other=-1), 0)
 
-    num_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    num_total = tl.zeros((BLOCK_M,), tl.float32)
-    den_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    den_total = tl.zeros((BLOCK_M,), tl.float32)
+    num_origin, num_total = no_terms(BLOCK_M)
+    den_origin, den_total = no_terms(BLOCK_M)
     zero = tl.zeros((BLOCK_DV, 2 * BLOCK_M) if KEY_WORDS else (BLOCK_M, BLOCK_DV), tl.float32)
     acc = (zero, zero, zero, zero) if VALUE_WORDS else (zero,)
 

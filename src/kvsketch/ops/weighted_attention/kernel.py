@@ -43,7 +43,6 @@ from kvsketch.ops.weighted_attention.plain import split_kernel
 
 # Keys and values of one tile. Two programs per multiprocessor with two tiles each in flight keep the memory busy.
 TILE_BYTES = 32 * 1024
-PROGRAMS_PER_MULTIPROCESSOR = PLAIN_PROGRAMS
 MAX_SPLITS = 128
 MOST_TILE = 128  # slots
 # That a table may have for its programs to start early. Those of codes find the multiprocessors free
@@ -126,12 +125,13 @@ def _coded_attention(call: Arguments, launch: Plan | None) -> Attended:
     late = isinstance(call.v, CodedSlots) and not _one_block(call.v)
     buffers = Buffers.of(call, launch.splits, late)
     shared = _shared(call, launch, buffers, block_m)
+    (k_step_b, k_step_h), (v_step_b, v_step_h) = outer_strides(key.step), outer_strides(value.step)
     with on(q.device):
         coded_split_kernel[_grid(call, launch, block_m)](
             q, key, value, exact_ptr=exact_at, room=room,
             # What pages in few bits hold beside their codes is equally far apart.
             pages=(call.pages, coded[0].center.stride(0)) if paged else None,
-            q_strides=q.stride()[:3], **_step_strides("k", key.step), **_step_strides("v", value.step),
+            q_strides=q.stride()[:3], k_step_b=k_step_b, k_step_h=k_step_h, v_step_b=v_step_b, v_step_h=v_step_h,
             HALF=HALVES.get(dtype), SHIFTED=shared["MASKED"] and shifted,
             EXACT=0 if exact_at is None else exact_at.shape[2], AHEAD=launch.ahead if foreseen else 0,
             **shared, **({"maxnreg": launch.registers} if launch.registers and PTX.value else {}),
@@ -254,11 +254,6 @@ def _one_block(part: CodedSlots) -> bool:
     return part.codec.block == part.codec.size >= 32
 
 
-def _step_strides(name: str, step: Tensor | None) -> dict[str, int]:
-    b, h = outer_strides(step)
-    return {f"{name}_step_b": b, f"{name}_step_h": h}
-
-
 def _centers(part: CodedSlots, pages: Tensor | None) -> Tensor:  # [B, H, D]
     """The centers row by row."""
     return part.center if pages is None else part.center[pages.clamp_min(0)]
@@ -301,13 +296,14 @@ def plan(
     `total`: slots of all heads, where these differ. Tiles that might have more than `most_tile` slots come in smaller
     ones, of which more are in flight.
     """
-    wide = _power_of_two_below(min(MOST_TILE, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
+    fits = min(MOST_TILE, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes)
+    wide = 1 << (max(1, fits).bit_length() - 1)
     block_n = min(wide, most_tile)
     stages = 1 + 2 * (wide // block_n)
     # A short cache gives too few tiles to reach every multiprocessor; smaller tiles reach more of them.
     while block_n > 32 and heads * _ceil_div(slots, block_n) < device.multiprocessors:
         block_n //= 2
-    resident = device.multiprocessors * PROGRAMS_PER_MULTIPROCESSOR
+    resident = device.multiprocessors * PLAIN_PROGRAMS
     splits = best_splits(heads, _ceil_div(slots, block_n), resident)
     early = device.overlap and (total or heads * slots) * slot_bytes <= EARLY_BYTES
     return Plan(max(16, block_n), splits, warps=4, stages=stages, overlap=device.overlap, early=early)
@@ -362,7 +358,3 @@ def best_splits(heads: int, tiles: int, resident: int) -> int:
 
 def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
-
-
-def _power_of_two_below(number: int) -> int:
-    return 1 << (max(1, number).bit_length() - 1)

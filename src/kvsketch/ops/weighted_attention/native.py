@@ -2,7 +2,6 @@
 
 A query is rotated like the codes, so that keys need no decoding; values are summed as codes, and the sum is rotated
 back. Heads are divided among as many threads as torch uses, where there is enough to read.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -69,7 +68,6 @@ def _readable(part: Tensor | CodedSlots, call: Arguments) -> bool:
 
 
 def weighted_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.weighted_attention`."""
     (batch, query_heads, queries, _), sizes, ragged = call.q.shape, call.sizes, call.ragged
     heads, flat = batch * sizes.kv_heads, (batch, query_heads, queries)
     rows = query_heads // sizes.kv_heads * queries

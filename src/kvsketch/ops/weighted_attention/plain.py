@@ -17,7 +17,7 @@ from kvsketch.ops.common.kernel import (
     store_columns,
     tanh_ratio,
 )
-from kvsketch.ops.common.sums import add_sink, add_terms, clip_denominator, load_weights, normalizer
+from kvsketch.ops.common.sums import add_terms, load_weights, no_terms, normalizer, store_sums
 
 
 @triton.constexpr_function
@@ -67,16 +67,6 @@ def finish_scores(s, slots, there, softcap, logits_ptr, flat_row, row_inside, sl
     if logits_ptr is not None:
         tl.store(logits_ptr + flat_row[:, None] * slots_total + slots[None, :], s, mask=inside)
     return add_bias(s * LOG2E, slots, there, inside, bias, bias_strides)
-
-
-@triton.jit
-def store_sums(sums_ptr, place, num_origin, num_total, den_origin, den_total, inside, TIED: tl.constexpr):
-    """Both sums of each row, for `combine`."""
-    tl.store(sums_ptr + place * 4, num_origin, mask=inside)
-    tl.store(sums_ptr + place * 4 + 1, num_total, mask=inside)
-    if not TIED:
-        tl.store(sums_ptr + place * 4 + 2, den_origin, mask=inside)
-        tl.store(sums_ptr + place * 4 + 3, den_total, mask=inside)
 
 
 # A cache that grows by a slot per step must not compile a kernel per length.
@@ -154,10 +144,8 @@ def split_kernel(
         value_limit = tl.minimum(limit, value_slots)
     value_tiles = tl.cdiv(value_limit, BLOCK_N)
 
-    num_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    num_total = tl.zeros((BLOCK_M,), tl.float32)
-    den_origin = tl.full((BLOCK_M,), NEG_INF, tl.float32)
-    den_total = tl.zeros((BLOCK_M,), tl.float32)
+    num_origin, num_total = no_terms(BLOCK_M)
+    den_origin, den_total = no_terms(BLOCK_M)
     acc = tl.zeros((BLOCK_M, BLOCK_DV), tl.float32)
     for tile in tl.range(first, tl.minimum(last, value_tiles), num_stages=STAGES):
         start = tile * BLOCK_N
@@ -189,12 +177,10 @@ def split_kernel(
     if acc_ptr is None:
         if TIED:
             den_origin, den_total = num_origin, num_total
-        by_origin, by_total = clip_denominator(num_origin, num_total, den_origin, den_total, log2_clip)
+        sink = sink_ptr
         if sink_ptr is not None:
             sink = tl.load(sink_ptr + h * GROUP + head_in_group, mask=row_inside, other=NEG_INF).to(tl.float32)
-            den_origin, den_total = add_sink(den_origin, den_total, sink)
-            by_origin, by_total = add_sink(by_origin, by_total, sink)
-        factor = normalizer(num_origin, num_total, by_origin, by_total)
+        factor, den_origin, den_total = normalizer(num_origin, num_total, den_origin, den_total, log2_clip, sink)
         store_columns(out_ptr + flat_row * DV, acc * factor[:, None], row_inside, 0, 1, DV, BLOCK_DV)
         tl.store(state_ptr + flat_row, (num_origin + tl.log2(num_total)) * LN2, mask=row_inside)
         den_state = state_ptr + tl.num_programs(2).to(tl.int64) * (GROUP * queries)

@@ -1,8 +1,7 @@
-"""Weighted attention in torch: the definition the kernel is tested against, and the path used on a CPU.
+"""Weighted attention in torch.
 
 Each sum is kept as (origin, sum of exp(x - origin)), origin = max x, so that nothing overflows unless the ratio of the
 two sums does. Query heads of one KV head are folded into rows: keys and values are never copied per query head.
-Legend: see the package docstring.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ class Sum(NamedTuple):
 
 
 def weighted_attention(call: Arguments) -> Attended:
-    """See `kvsketch.ops.weighted_attention`."""
     call = call.by_row()
     q, log_num, log_den = call.q, call.log_num, call.log_den
     batch, query_heads, queries, size = q.shape
@@ -71,8 +69,8 @@ def weighted_attention(call: Arguments) -> Attended:
         flat = (batch, query_heads, count)
         out, log_sum_num, log_sum_den = out.view(*flat, v.shape[3]), num.log.view(flat), den.log.view(flat)
         kept = logits.view(*flat, slots).float() if call.return_logits else None
-        blocks.append(Attended(out, log_sum_num.float(), log_sum_den.float(), kept))
-    return _concatenate(blocks, q.dtype)
+        blocks.append(Attended(out.to(q.dtype), log_sum_num.float(), log_sum_den.float(), kept))
+    return concatenated(blocks)
 
 
 def _attend(
@@ -141,11 +139,6 @@ def _hide(log_weights: Tensor | None, visible: Tensor) -> Tensor:
     return log_weights.masked_fill(~visible, NEG_INF)
 
 
-def _concatenate(blocks: list[Attended], dtype: torch.dtype) -> Attended:
-    logits = None if blocks[0].logits is None else torch.cat([b.logits for b in blocks if b.logits is not None], 2)
-    return Attended(
-        torch.cat([b.out for b in blocks], 2).to(dtype),
-        torch.cat([b.log_sum_num for b in blocks], 2),
-        torch.cat([b.log_sum_den for b in blocks], 2),
-        logits,
-    )
+def concatenated(blocks: list[Attended]) -> Attended:
+    """One result for the queries of all blocks."""
+    return Attended._make(None if part[0] is None else torch.cat(part, 2) for part in zip(*blocks, strict=True))

@@ -31,10 +31,7 @@ def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, T
     Long pieces come first; entries behind the last piece are none. `most`: the largest capacity there may be.
     """
     with on(capacity.device):
-        result: tuple[Tensor, Tensor] = implementation("work_list", capacity.device, capacity).fixed_work_list(
-            capacity, most, by
-        )
-    return result
+        return implementation("work_list", capacity.device, capacity).fixed_work_list(capacity, most, by)
 
 
 @functools.cache

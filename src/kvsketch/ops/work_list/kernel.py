@@ -95,7 +95,6 @@ def _write(
 
 
 def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, Tensor]:
-    """See `kvsketch.ops.work_list.fixed_work_list`."""
     capacity = capacity.contiguous()  # that of the first rows of more is not
     layers, heads = capacity.shape
     length, tried = most_of_list(heads, by.resident), tried_units(most, by, capacity.device)

@@ -10,7 +10,6 @@ from kvsketch.ops.work_list import most_of_list, tried_units
 
 
 def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, Tensor]:
-    """See `kvsketch.ops.work_list.fixed_work_list`."""
     layers, heads = capacity.shape
     length = most_of_list(heads, by.resident)
     number = torch.arange(length, device=capacity.device).expand(layers, -1)
