@@ -20,14 +20,17 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
 from kvsketch.decode.asking import document_ids
-from kvsketch.serve import documents
-from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.serve.text import Template
 from tests.helpers import zoo
 from tests.helpers.serving import settled
 from tests.helpers.tiny import save_tiny_model
+
+pytest.importorskip("pydantic", reason="not installed: pip install 'kvsketch[serve]'")
+
+from kvsketch.serve import documents
+from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
 TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep. " * 4
