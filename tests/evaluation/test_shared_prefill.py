@@ -39,7 +39,7 @@ def state(cache: CompressedCache) -> list[torch.Tensor]:
     """All that the tables hold; a host store is not written beyond its length."""
     near = [tensor for layer in cache.slot_layers for tensor in layer.table.tensors()]
     stores = [layer.table.host for layer in cache.slot_layers if layer.table.host is not None]
-    return near + [tensor[:, :, : store.length] for store in stores for tensor in store.tensors()]
+    return near + [tensor[:, :, : store.length] for store in stores for tensor in store.parts]
 
 
 @pytest.mark.parametrize(
