@@ -97,8 +97,8 @@ def _nothing() -> Slots:
 
 
 @dataclass
-class SlotTable(Place):
-    """The slots of one layer, in either state. Only this room assigns its fields."""
+class Contents(Place):
+    """The slots of one layer, and what others read of them. Only this room assigns its fields."""
 
     # what is stored
     keys: Slots = field(default_factory=_nothing)  # [B, H, capacity, D]
@@ -134,8 +134,6 @@ class SlotTable(Place):
     advancing: list[BoundedTable] | None = field(default=None, repr=False, compare=False)
     rounding: Tensor | None = field(default=None, repr=False, compare=False)  # what few bits cost, for their choice
 
-    bounded_kind: ClassVar[type[BoundedTable]]
-    exact_kind: ClassVar[type[ExactTable]]
     exact: ClassVar[bool]  # True while every token is stored and none is weighted
     can_be_document: ClassVar[bool] = True  # whether others can read its slots where they lie (`document`)
 
@@ -281,7 +279,12 @@ class SlotTable(Place):
         # A bounded table keeps one slot free for a single token to come.
         self.positions.note(self.before + self.seen, self.length - (coming > 0 and not self.exact), coming)
 
-    # its state
+
+class SlotTable(Contents):
+    """The verbs of a table in either state."""
+
+    bounded_kind: ClassVar[type[BoundedTable]]
+    exact_kind: ClassVar[type[ExactTable]]
 
     @property
     def bounded(self) -> BoundedTable:
