@@ -19,7 +19,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Hashable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -136,7 +136,7 @@ class Text:
         lost = float((self.full - said).mean())
         result: Data = {
             "prompt_tokens": self.ids.shape[1], "promised": promise.loss, "chosen": promise.kept, "bytes": rung.bytes,
-            "tried": rung.loss, "loss": lost, "kept": float(lost <= promise.loss), "curve": asdict(promise)["curve"],
+            "tried": rung.loss, "loss": lost, "kept": float(lost <= promise.loss), "curve": promise.as_dict()["curve"],
             "full_nll": -float(self.full.mean()),
         }  # fmt: skip
         if len(answers):

@@ -6,10 +6,10 @@ has read, `tokens_stored` what memory still holds.
 
 from __future__ import annotations
 
-import contextlib
 import copy
+import dataclasses
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
@@ -36,7 +36,7 @@ from kvsketch.cache.doubt import Doubt
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.promise import Promise
 from kvsketch.cache.saving.model_identity import ModelIdentity
-from kvsketch.cache.text import TextRead
+from kvsketch.cache.text import ReadBehind, TextRead
 from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
@@ -117,7 +117,7 @@ class CompressedCache(Cache):
         self.is_document = True
         made = copy.copy(self)
         made.layers, made.is_document = [*continuing.layers_after(self.slot_layers)], False
-        made.text, made.watched = self.text.continued(), None
+        made.text, made.watched = ReadBehind.of(self.text), None
         return made
 
     def why_not_continued(self) -> str:
@@ -163,19 +163,14 @@ class CompressedCache(Cache):
             if self.head_share is not None:
                 self.head_share.place(layer.table, key_states.shape[1])
             return layer.update(key_states, value_states, *args, **kwargs)
-        self._broken_off = f"layer {layer_idx} has taken some of its tokens"
+        self._break_off(f"layer {layer_idx} has taken some of its tokens")
         updated = super().update(key_states, value_states, layer_idx, *args, **kwargs)
         self._broken_off = ""
         return updated
 
-    @contextlib.contextmanager
-    def _broken_off_by_errors(self, what: str) -> Iterator[None]:
-        """After an error in the block every forward is refused until `reset`."""
-        try:
-            yield
-        except BaseException:
-            self._broken_off = what
-            raise
+    def _break_off(self, what: str) -> None:
+        """From here on every forward is refused until `reset`."""
+        self._broken_off = what
 
     def _left_behind(self) -> str:
         """What an interrupted forward has left behind, in words; empty when all layers have read the same tokens."""
@@ -308,14 +303,18 @@ class CompressedCache(Cache):
         saving.require_complete(self.layers, self._left_behind())
         if self.tokens_before:
             raise ValueError("a cache that continues a document is not saved; save the document, and read what follows")
-        saving.save(path, self, about or {})
+        # `check` is a debugging option and is not saved.
+        options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
+        model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.text)
+        promise = None if self.promise is None else self.promise.as_dict()
+        saving.save(path, self.method, options, model, read, self.layers, about or {}, promise)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
         """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
         with saving.opened(path) as saved:
             cache = cls(model, saved.method, **saved.options)
-            saved.fill(cache, model)
+            saved.fill(cache.layers, model, cache.identity, cache.head_share)
             cache.text, cache.promise = TextRead(**saved.read), Promise.of(saved.promise)
         return cache
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
@@ -52,6 +52,9 @@ class Promise:
     def of(cls, saved: dict[str, Any] | None) -> Promise | None:
         """What `asdict` made of one."""
         return None if saved is None else cls(saved["loss"], saved["kept"], [Rung(**rung) for rung in saved["curve"]])
+
+    def as_dict(self) -> dict[str, Any]:
+        return asdict(self)
 
     def __str__(self) -> str:
         tried = ", ".join(f"{rung.loss:.1%} at {rung.bytes:.1%}" for rung in self.curve)

@@ -12,12 +12,13 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache import promise, rollback, rotary
+from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
 from kvsketch.methods.replay import Piece
@@ -25,11 +26,7 @@ from kvsketch.methods.waiting import Queue, newest, newest_slots
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
-if TYPE_CHECKING:
-    from kvsketch.cache.compressed import CompressedCache
-
 BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
-REPEATING = "a text that the model was repeating"
 
 
 @runtime_checkable
@@ -56,8 +53,24 @@ def repeats(method: Method) -> TypeGuard[RepeatingMethod]:
     return isinstance(method, RepeatingMethod) and method.repeats
 
 
+class Repeating(Protocol):
+    """What a repetition asks of its cache (`CompressedCache`)."""
+
+    @property
+    def method(self) -> Method: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def slot_layers(self) -> list[SlotLayer]: ...
+    @property
+    def tokens_seen(self) -> int: ...
+    def activate_past_recording(self) -> None: ...
+    def crop(self, tokens_to_remove: int) -> None: ...
+    def _break_off(self, what: str) -> None: ...
+
+
 @torch.no_grad()
-def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
+def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
     """Lets the model repeat the tokens that the method asks for, the last of `input_ids` [B, n]."""
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
     if not repeats(method):
@@ -73,7 +86,7 @@ def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: T
     _require_positions(cache, model, pieces, said.shape[1])
     for table in tables:
         method.queue(table).start_repetition()
-    with cache._broken_off_by_errors(REPEATING):
+    try:
         for piece in pieces:
             _say(cache, method, model, said, ids, piece)
         if method.promises:
@@ -81,12 +94,13 @@ def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: T
         else:
             with plain():
                 cache.method.settle(tables)
+    except BaseException:
+        cache._break_off("a text that the model was repeating")
+        raise
 
 
 @torch.no_grad()
-def say_again(
-    cache: CompressedCache, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]
-) -> bool:
+def say_again(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]) -> bool:
     """Lets the model repeat pieces of its text `ids` [B, n], the next that the method learns.
 
     False, and nothing is said, where the model has no positions for that behind the text.
@@ -95,13 +109,16 @@ def say_again(
     if not _has_positions(cache, model, pieces):
         return False
     ids = ids.to(model.device)
-    with cache._broken_off_by_errors(REPEATING):
+    try:
         for piece in pieces:
             _say(cache, method, model, ids[:, :0], ids, piece)
+    except BaseException:
+        cache._break_off("a text that the model was repeating")
+        raise
     return True
 
 
-def _say(cache: CompressedCache, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
+def _say(cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
     """One forward of which nothing stays; the method learns the piece."""
     spoken = torch.cat([said, ids[:, max(0, piece.begin - BEFORE) : piece.end]], 1)
     layers, count = cache.slot_layers, spoken.shape[1]
@@ -115,7 +132,7 @@ def _say(cache: CompressedCache, method: RepeatingMethod, model: Any, said: Tens
     with forward.during(**known):
         model(spoken, past_key_values=cache, use_cache=True, **options)
         with plain():
-            heard = [(layer.pending, _newest_keys(layer.table, count)) for layer in layers]
+            heard = [(layer.pending, _keys(layer, count)) for layer in layers]
         cache.crop(-count)
     # Not after an error: it would try to compress a part of the repetition, and its own error would hide the first.
     rollback.end_recording(layers)
@@ -125,12 +142,12 @@ def _say(cache: CompressedCache, method: RepeatingMethod, model: Any, said: Tens
             method.learn(layer.table, queries[:, :, -piece.tokens :], keys, piece)
 
 
-def _newest_keys(table: SlotTable, count: int) -> Tensor:
-    """A copy: they are about to go."""
-    return newest(table, newest_slots(table, count))[0].clone()
+def _keys(layer: SlotLayer, count: int) -> Tensor:
+    """The keys of the newest tokens, which are about to go."""
+    return newest(layer.table, newest_slots(layer.table, count))[0].clone()
 
 
-def _require(cache: CompressedCache, input_ids: Tensor, unrepeated: int) -> None:
+def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
     table = cache.slot_layers[0].table
     if input_ids.dim() != 2 or input_ids.shape[1] < unrepeated or len(input_ids) != table.shape[0]:
         raise ValueError(
@@ -144,7 +161,7 @@ def _require(cache: CompressedCache, input_ids: Tensor, unrepeated: int) -> None
         )
 
 
-def _require_positions(cache: CompressedCache, model: Any, pieces: Sequence[Piece], said: int) -> None:
+def _require_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int) -> None:
     """Raises ValueError where the model has no positions behind the text for what comes again."""
     if not _has_positions(cache, model, pieces, said):
         raise ValueError(
@@ -154,7 +171,7 @@ def _require_positions(cache: CompressedCache, model: Any, pieces: Sequence[Piec
         )
 
 
-def _has_positions(cache: CompressedCache, model: Any, pieces: Sequence[Piece], said: int = 0) -> bool:
+def _has_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int = 0) -> bool:
     last = rotary.last_position(model.config)
     return last is None or cache.tokens_seen + said + _longest(pieces) <= last
 

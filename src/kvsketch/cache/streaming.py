@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -27,22 +27,48 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvsketch.cache import interrupted, masks, rollback
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.continuing import require_visible
+from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.repetition import repeats
+from kvsketch.cache.saving.model_identity import ModelIdentity
+from kvsketch.cache.text import TextRead
+from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.tensors import plain
-
-if TYPE_CHECKING:
-    from kvsketch.cache.compressed import CompressedCache
 
 # What generate hands to a text model; anything else is for the model itself to prepare.
 PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
 
+class Reader(Protocol):
+    """What a prompt asks of the cache it is read into (`CompressedCache`)."""
+
+    @property
+    def prefill(self) -> str: ...
+    @property
+    def chunk(self) -> int: ...
+    @property
+    def text(self) -> TextRead: ...
+    @property
+    def identity(self) -> ModelIdentity: ...
+    @property
+    def layers(self) -> list[Any]: ...
+    @property
+    def slot_layers(self) -> list[SlotLayer]: ...
+    @property
+    def tokens_seen(self) -> int: ...
+    @property
+    def tokens_before(self) -> int: ...
+    @property
+    def method(self) -> Method: ...
+    def replay(self, model: Any, input_ids: Tensor, instruction: Tensor | None = None) -> None: ...
+    def _break_off(self, what: str) -> None: ...
+
+
 def prefill(
     model: Any,
     input_ids: Tensor,
-    cache: CompressedCache,
+    cache: Reader,
     attention_mask: Tensor | None = None,
     *,
     progress: bool = False,
@@ -72,7 +98,7 @@ def prefill(
 def read_chunks(
     model: Any,
     input_ids: Tensor,
-    cache: CompressedCache,
+    cache: Reader,
     attention_mask: Tensor | None = None,
     instruction: Tensor | None = None,
 ) -> Generator[tuple[int, Tensor], None, None]:
@@ -86,22 +112,23 @@ def read_chunks(
         rollback.end_recording(cache.layers)
     padding = _left_padding(input_ids, cache, attention_mask)
     seen, new = cache.tokens_seen, input_ids.shape[1]
+    feed = _Feed(model, cache, padding)
     with _whole_or_nothing(cache, new):
         if cache.prefill == "exact" or new == 1:
-            logits = _forward(model, input_ids, cache, padding)
+            logits = feed.forward(input_ids, feed.mask(seen + new))
             _repeat(model, input_ids, cache, instruction)
             yield new, logits
         else:
             prompt = masks.Prompt(seen - cache.tokens_before + new, padding, causal=True)
             with cache.slot_layers[0].forward.during(prompt=prompt):
                 for start, end in chunk_spans(new, cache.chunk):
-                    logits = _forward(model, input_ids[:, start:end], cache, padding)
+                    logits = feed.forward(input_ids[:, start:end], feed.mask_of_native_layers(seen + end))
                     _repeat(model, input_ids[:, :end], cache, instruction)
                     yield end, logits
     cache.text.note(input_ids, seen, attention_mask)
 
 
-def _repeat(model: Any, read: Tensor, cache: CompressedCache, instruction: Tensor | None) -> None:
+def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None) -> None:
     """Lets the model repeat what was `read` [B, n]; of tokens that came before, nobody here has the ids."""
     if repeats(method := cache.method):
         with plain():
@@ -111,14 +138,14 @@ def _repeat(model: Any, read: Tensor, cache: CompressedCache, instruction: Tenso
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(cache: CompressedCache, new: int) -> Iterator[None]:
+def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
     """Reads a prompt of `new` tokens; one that is read in part cannot be read again by the same call."""
     before = interrupted.lengths(cache.layers)
     try:
         yield
     except BaseException:
         if interrupted.lengths(cache.layers) != before:
-            cache._broken_off = f"a prompt of {new} tokens, of which the cache has read a part"
+            cache._break_off(f"a prompt of {new} tokens, of which the cache has read a part")
         raise
 
 
@@ -160,7 +187,7 @@ _PREFILL = Patch(GenerationMixin, "_prefill", _read_prompt)
 install = _PREFILL.install
 
 
-def _can_stream(cache: CompressedCache, config: Any, model_kwargs: dict[str, Any]) -> bool:
+def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt can go through `prefill`: a plain text, of which nothing but the logits is wanted."""
     whole = cache.prefill == "exact" and not repeats(cache.method)
     if whole or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
@@ -180,23 +207,36 @@ def _is_compressed(cache: Any) -> bool:
     return hasattr(cache, "slot_layers")
 
 
-def _forward(model: Any, ids: Tensor, cache: CompressedCache, padding: Tensor | None) -> Tensor:  # [B, vocabulary]
-    """The logits after new tokens; `padding`: left padding of each row by the end of the prompt."""
-    names = inspect.signature(model.forward).parameters
-    seen, end, before = cache.tokens_seen, cache.tokens_seen + ids.shape[1], cache.tokens_before
-    options: dict[str, Any] = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
-    if padding is not None and "position_ids" in names:
-        at = torch.arange(seen, end, device=ids.device)
-        options["position_ids"] = left_padding.positions(padding, at[None]).clamp_min(0)
-    # In a stream only layers that are not compressed, and a model that counts positions, read a mask.
-    whole, only_slots = cache.slot_layers[0].forward.prompt is None, len(cache.slot_layers) == len(cache.layers)
-    read = whole or not only_slots or "position_ids" not in names
-    mask = left_padding.mask(padding, end - before, before) if read else None
-    mask = None if mask is None else mask.long()
-    return model(ids, attention_mask=mask, past_key_values=cache, use_cache=True, **options).logits[:, -1]
+class _Feed:
+    """Forwards of one prompt through one model."""
+
+    def __init__(self, model: Any, cache: Reader, padding: Tensor | None) -> None:
+        self.model, self.cache, self.padding = model, cache, padding
+        names = inspect.signature(model.forward).parameters
+        self.takes_positions = "position_ids" in names
+        self.options = {"logits_to_keep": 1} if "logits_to_keep" in names else {}
+        self.only_slots = len(cache.slot_layers) == len(cache.layers)
+
+    def forward(self, ids: Tensor, mask: Tensor | None) -> Tensor:
+        options: dict[str, Any] = dict(self.options)
+        if self.padding is not None and self.takes_positions:
+            at = torch.arange(ids.shape[1], device=ids.device) + self.cache.tokens_seen
+            options["position_ids"] = left_padding.positions(self.padding, at[None]).clamp_min(0)
+        out = self.model(ids, attention_mask=mask, past_key_values=self.cache, use_cache=True, **options)
+        return out.logits[:, -1]
+
+    def mask(self, seen: int) -> Tensor | None:  # [B, seen]
+        """The mask that left padding needs."""
+        before = self.cache.tokens_before
+        mask = left_padding.mask(self.padding, seen - before, before)
+        return None if mask is None else mask.long()
+
+    def mask_of_native_layers(self, seen: int) -> Tensor | None:
+        """A mask only where something reads it: layers that are not compressed, or a model that counts positions."""
+        return None if self.only_slots and self.takes_positions else self.mask(seen)
 
 
-def _require(input_ids: Tensor, cache: CompressedCache) -> None:
+def _require(input_ids: Tensor, cache: Reader) -> None:
     if not _is_compressed(cache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
     require_ids(input_ids)
@@ -209,7 +249,7 @@ def require_ids(input_ids: Any) -> None:
         raise ValueError(f"input_ids must be token ids [batch, tokens] with one token or more, got {shape}")
 
 
-def _left_padding(input_ids: Tensor, cache: CompressedCache, mask: Tensor | None) -> Tensor | None:  # [B]
+def _left_padding(input_ids: Tensor, cache: Reader, mask: Tensor | None) -> Tensor | None:  # [B]
     """Left padding of each row once `input_ids` are read; None: no row has any."""
     seen, new = cache.tokens_seen, input_ids.shape[1]
     before = cache.slot_layers[0].table.padding

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import zlib
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -23,7 +23,6 @@ class TextRead:
     tokens: int = 0
     checksum: int = 0
     open: bool = False  # the text stops inside a user's turn, and a question may follow (kvsketch.read)
-    document: TextRead | None = None  # the text that this one continues, the same for all rows
 
     def note(self, ids: Tensor, start: int, mask: Any = None) -> None:
         """`ids` [B, n] are read as tokens `start` and on; those from 0 on replace what was noted."""
@@ -55,19 +54,32 @@ class TextRead:
         """Rows or tokens have changed: nothing is known any more."""
         self.tokens, self.checksum, self.open = 0, 0, False
 
-    def continued(self) -> TextRead:
-        """What a cache has read that continues this text."""
-        return replace(self, document=replace(self))
-
     def start_over(self) -> TextRead:
         """What a cache has read when it is reset."""
-        return TextRead() if self.document is None else self.document.continued()
+        return TextRead()
 
     def _sum(self, ids: Tensor, mask: Any, before: int | None = None) -> int:
         """The checksum of ids that follow what has the checksum `before`; None: of a whole text."""
-        if before is not None or self.document is None:
-            return _checksum(ids, mask, before or 0)
+        return _checksum(ids, mask, before or 0)
+
+
+@dataclass
+class ReadBehind(TextRead):
+    """The same of a cache that continues a document, whose `document` tokens are the same for all its rows."""
+
+    document: TextRead = field(default_factory=TextRead)
+
+    @classmethod
+    def of(cls, document: TextRead) -> ReadBehind:
+        return cls(document.tokens, document.checksum, document.open, replace(document))
+
+    def start_over(self) -> TextRead:
+        return ReadBehind.of(self.document)
+
+    def _sum(self, ids: Tensor, mask: Any, before: int | None = None) -> int:
         first = self.document.tokens
+        if before is not None:
+            return _checksum(ids, mask, before)
         # One row stands for all where they are the same; else the sum is that of no document.
         alike = bool((ids[:, :first] == ids[:1, :first]).all())
         shared = _checksum(ids[:1, :first] if alike else ids[:, :first], None)

@@ -327,9 +327,12 @@ class Step:
 
     def run(self) -> None:
         """Generates one token."""
-        # After an error the device may have gone further than the host has counted.
-        with self.cache._broken_off_by_errors("a captured decode step"):
+        try:
             self._run()
+        except BaseException:
+            # The device may have gone further than the host has counted.
+            self.cache._break_off("a captured decode step")
+            raise
 
     def _run(self) -> None:
         self.sampler.before_step()

@@ -3,7 +3,7 @@
     cache.save("prompt.kvs")
     cache = CompressedCache.load("prompt.kvs", model)
 
-The file (sealed_file.py) holds the method, what identifies the model (model_identity.py), what was read (text.py) and
+The file (sealed_file.py) holds the method, what identifies the model (model_identity.py), what was read (read.py) and
 the state of every layer (layer_state.py). Loading checks everything before it builds a new cache: bytes, version,
 method, model, layers.
 """
@@ -15,9 +15,8 @@ import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
@@ -27,13 +26,11 @@ from kvsketch.cache.interrupted import left_behind
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.saving.layer_state import LayerReader, encode_layer
-from kvsketch.cache.saving.model_identity import layer_devices
+from kvsketch.cache.saving.model_identity import ModelIdentity, layer_devices
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.slots.heads import HeadShare
 from kvsketch.slots.tensors import plain
-
-if TYPE_CHECKING:
-    from kvsketch.cache.compressed import CompressedCache
 
 KIND = "kvsketch-cache"
 VERSION = "3"
@@ -41,18 +38,30 @@ VERSION = "3"
 MISFITS = (KeyError, TypeError, IndexError, AttributeError, OverflowError, RecursionError, RuntimeError)
 
 
-def save(path: str | os.PathLike[str], cache: CompressedCache, about: Mapping[str, str]) -> None:
-    """Writes a cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile."""
+def save(
+    path: str | os.PathLike[str],
+    method: Method,
+    options: dict[str, Any],
+    model: dict[str, Any],
+    read: dict[str, Any],
+    layers: Sequence[Any],
+    about: Mapping[str, str],
+    promise: dict[str, Any] | None = None,
+) -> None:
+    """Writes a cache to `path` in one step: there is the old file or the new one, whatever happens meanwhile.
+
+    options: how the cache was made, beside model and method; model, read: what identifies the model and the text;
+    promise: what was promised of the loss (`promise`).
+    """
     tensors: dict[str, Tensor] = {}
     content = {
-        "method": _method_text(cache.method),
-        # `check` is a debugging option and is not saved.
-        "options": {"seed": cache.slot_layers[0].table.seed, "prefill": cache.prefill, "chunk": cache.chunk},
-        "model": cache.identity.describe(cache.head_share),
-        "read": {name: getattr(cache.text, name) for name in ("tokens", "checksum", "open")},
+        "method": _method_text(method),
+        "options": options,
+        "model": model,
+        "read": read,
         "about": dict(about),
-        "promise": None if cache.promise is None else asdict(cache.promise),
-        "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(cache.layers)],
+        "promise": promise,
+        "layers": [encode_layer(layer, str(number), tensors) for number, layer in enumerate(layers)],
     }
     text = {"kind": KIND, "version": VERSION, "kvsketch": kvsketch.__version__, "cache": json.dumps(content)}
     sealed_file.write(Path(path), tensors, text)
@@ -86,21 +95,23 @@ class SavedCache:
         self.promise: dict[str, Any] | None = content["promise"]
         self._layers = content["layers"]
 
-    def fill(self, cache: CompressedCache, model: Any) -> None:
+    def fill(self, layers: Sequence[Any], model: Any, identity: ModelIdentity, head_share: HeadShare | None) -> None:
         """Gives the layers of a new cache the saved state, on the devices of the model; ValueError for another one."""
-        layers, head_share = cache.layers, cache.head_share
-        if differences := cache.identity.differences(self.model, head_share):
+        if differences := identity.differences(self.model, head_share):
             words = "; ".join(differences)
             raise ValueError(f"{self._file} belongs to another model: {words}. Load it with its own model")
         if len(self._layers) != len(layers):
             raise ValueError(f"{self._file} holds {len(self._layers)} layers; this model caches {len(layers)}")
         devices = layer_devices(model, len(layers))
         for layer, saved, device in zip(layers, self._layers, devices, strict=True):
-            # The file's own pages must not change with the cache.
-            LayerReader(lambda name: self._tensors.get_tensor(name).clone(), device).fill(layer, saved)
+            LayerReader(self._copied, device).fill(layer, saved)
             if head_share is not None and isinstance(layer, SlotLayer) and not layer.table.empty:
                 head_share.place(layer.table, layer.table.shape[1])
         require_complete(layers, left_behind(layers))
+
+    def _copied(self, name: str) -> Tensor:
+        tensor: Tensor = self._tensors.get_tensor(name)
+        return tensor.clone()  # the file's own pages must not change with the cache
 
 
 @contextmanager
