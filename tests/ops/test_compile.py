@@ -28,6 +28,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops import refit_steps as steps
 from kvsketch.ops.codec import Codec, CodedSlots, encode
+from kvsketch.ops.codec.basis import Basis, LearnedCodec, Parts
 from kvsketch.ops.common.ragged import Readers
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
@@ -120,6 +121,22 @@ def coded_attention() -> None:
     ops.weighted_attention(normal(B, HQ, 1, D), *parts, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=True)
 
 
+def learned_attention(dtype: torch.dtype, value_bits: int = 0) -> None:
+    """Keys in learned directions, and values too unless they have bits of their own."""
+    cov = torch.diag_embed(torch.linspace(9.0, 1.0, D)).expand(H, D, D)
+    codec = LearnedCodec(2, D, basis=Basis.of(cov))
+    codec.held[torch.device("cpu")] = on_gpu(codec.parts(torch.device("cpu")))
+    codes, steps = zeros(B, H, S, D // 4, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
+    slots = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    values = slots if not value_bits else replace(slots, codec=Codec(value_bits, D))
+    q, whole = normal(B, HQ, 1, D).to(dtype), dtype == torch.float32
+    ops.weighted_attention(q, slots, values, zeros(B, H, S), zeros(B, H, S), 0.1, return_logits=whole)
+
+
+def on_gpu(parts: Parts) -> Parts:
+    return parts._replace(back=parts.back.as_subclass(OnGpu), fields=parts.fields.as_subclass(OnGpu))
+
+
 def mixed_attention() -> None:
     """Short keys in 4 bits beside plain values, and as many query heads as make a product of 16 columns."""
     codes, steps = zeros(B, 1, S, D // 2, dtype=torch.uint8), zeros(B, 1, S, dtype=torch.float16)
@@ -205,7 +222,6 @@ def refit_steps() -> None:
 
 
 def take_rows() -> None:
-    ops.take_rows(normal(N, D), longs(S))
     take_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
 
 
@@ -236,6 +252,27 @@ def chunk_attention() -> None:
     ops.chunk_attention(
         normal(B, HQ, N, D), normal(B, H, S, D), normal(B, H, S, D), 0.1,
         past=past, hidden=ints(B), softcap=9.0, sink_logits=zeros(HQ), clip=1.0,
+    )  # fmt: skip
+
+
+def past_attention(key_bits: int, value_bits: int, dtype: torch.dtype = torch.bfloat16) -> None:
+    """Few queries, so that programs share the slots: both kernels."""
+
+    def part(bits: int) -> CodedSlots:
+        codes, steps = zeros(H * S, D * bits // 8, dtype=torch.uint8), zeros(H * S, dtype=torch.float16)
+        return CodedSlots(Codec(bits, D), zeros(1, H, D), zeros(1, H, 4, D), ints(1, H, 4), codes, steps)
+
+    layout = Layout.of(torch.full((1, H), S), coded=True)
+    ops.past_attention(
+        normal(1, HQ, 20, D).to(dtype), part(key_bits), part(value_bits), zeros(H * S), zeros(H * S), 0.1,
+        starts=ints(2), softcap=9.0, ragged=layout,
+    )  # fmt: skip
+
+
+def past_attention_to_blocks() -> None:
+    ops.past_attention(
+        normal(B, HQ, 2048, D), normal(9, H, 64, D), normal(9, H, 64, D), None, None, 0.1,
+        lengths=longs(B, H), blocks=ints(B, 4),
     )  # fmt: skip
 
 
@@ -392,8 +429,11 @@ def thin_linear(rows: int) -> None:
 
 CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, mixed_attention, short_coded_attention, decoded, ragged_attention,
+    *(partial(learned_attention, *each) for each in ((torch.bfloat16,), (torch.bfloat16, 2), (torch.float32,))),
     lambda: ragged_attention(4), paged_attention, coded_paged_attention, coded_paged_slot_update,
     partial(token_blocks, 4, 4), partial(token_blocks, 8, 3),
+    partial(past_attention, 4, 4), partial(past_attention, 8, 3), partial(past_attention, 2, 4, torch.float32),
+    past_attention_to_blocks,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
     join_attention, *(partial(kmeans, metric) for metric in METRICS), select_clusters, select_pages,

@@ -206,24 +206,6 @@ def test_strided_keys_and_the_public_call(device: torch.device) -> None:
     assert result.index.equal(ops.farthest_first(view.contiguous(), 12).index)
 
 
-def test_nearest_center(device: torch.device) -> None:
-    keys, centers = normal(1, 2, 70, 8), torch.tensor([[[5, 60, 3, -1], [0, 1, 2, 69]]])
-    place = ops.nearest_center(keys.to(device), centers.to(device)).cpu()
-    for head in range(2):
-        points = keys[0, head].double()
-        distance = torch.cdist(points, points[centers[0, head].clamp_min(0)]).masked_fill(centers[0, head] < 0, 1e9)
-        assert place[0, head].equal(distance.argmin(-1))
-    equal = torch.zeros(1, 1, 6, 8, device=device)
-    assert ops.nearest_center(equal, torch.tensor([[[4, 2]]], device=device)).flatten().tolist() == [0, 0, 1, 0, 0, 0]
-
-
-def test_nearest_center_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
-    keys, centers = normal(1, 2, 70, 8), torch.arange(0, 70, 7).expand(1, 2, -1)
-    whole = ops.nearest_center(keys, centers)
-    monkeypatch.setattr(reference, "MAX_DISTANCES", 100)
-    assert ops.nearest_center(keys, centers).equal(whole)
-
-
 @pytest.mark.parametrize("length", [1, 31, 32, 33, 2048, 2049, 5000, 32768, 131072])
 def test_tiles_cover_the_keys(length: int) -> None:
     size = widest_tile(length)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -64,3 +65,86 @@ def test_a_word_has_the_channels_that_queries_are_read_by(bits: int, size: int) 
             high = codes[:, quarter + column % (size // 8)] >> (column // (size // 8))
             level += (high >> (2 * place) & 1) * 4
         assert torch.equal(level, levels[:, place * quarter : (place + 1) * quarter].int())
+
+
+class Machine:
+    """Runs the few instructions of `byte_vectors` for registers [n] of 32 bits, each of two numbers in float16."""
+
+    def __init__(self, inputs: dict[str, Tensor]) -> None:
+        self.held = inputs
+
+    def run(self, program: str) -> dict[str, Tensor]:
+        for line in (each.strip().rstrip(";") for each in program.splitlines()):
+            name, _, rest = line.partition(" ")
+            kind, *_ = name.split(".")
+            if kind in ("mov", "prmt", "shl", "shr", "lop3", "add", "mul", "fma"):
+                target, *given = rest.split(", ")
+                self.held[target] = getattr(self, kind)(*(self.value(each) for each in given))
+            else:
+                assert kind in ("{", "}", ""), line
+        return self.held
+
+    def value(self, operand: str) -> Tensor:
+        return self.held[operand] if operand in self.held else torch.tensor(int(operand, 0))
+
+    def mov(self, a: Tensor) -> Tensor:
+        return a
+
+    def prmt(self, a: Tensor, b: Tensor, selector: Tensor) -> Tensor:
+        result, both = torch.zeros_like(a), a | b << 32
+        for i in range(4):
+            result |= (both >> 8 * int(selector >> 4 * i & 7) & 255) << 8 * i
+        return result
+
+    def shl(self, a: Tensor, by: Tensor) -> Tensor:
+        return a << by & 0xFFFFFFFF
+
+    def shr(self, a: Tensor, by: Tensor) -> Tensor:
+        return a >> by
+
+    def lop3(self, a: Tensor, b: Tensor, c: Tensor, table: Tensor) -> Tensor:
+        assert table == 0xEA
+        return a & b | c
+
+    def add(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.halves(lambda x, y: x + y, a, b)
+
+    def mul(self, a: Tensor, b: Tensor) -> Tensor:
+        return self.halves(lambda x, y: x * y, a, b)
+
+    def fma(self, a: Tensor, b: Tensor, c: Tensor) -> Tensor:
+        return self.halves(lambda x, y, z: x * y + z, a, b, c)
+
+    def halves(self, what: Callable[..., Tensor], *operands: Tensor) -> Tensor:
+        low, high = (
+            what(*((x >> shift & 0xFFFF).to(torch.uint16).view(torch.float16).double() for x in operands)).half()
+            for shift in (0, 16)
+        )
+        return low.view(torch.uint16).long() | high.view(torch.uint16).long() << 16
+
+
+@needs_triton
+@pytest.mark.parametrize("bits", [8, 4, 3, 2])
+def test_instructions_make_vectors_of_four_bytes(bits: int) -> None:
+    from kvsketch.ops.common import few_bits
+
+    program = getattr(few_bits, f"VECTORS_{bits}").value
+    places, number = few_bits.places_of(bits), torch.arange(1 << 16)
+    low = [(number + shift) & 255 for shift in (0, 77, 131, 200)]
+    high = [(number >> 8) + shift & 255 for shift in (0, 1, 4, 5)]
+    step = (number / 1e4).half()
+    held = {f"${2 * places + i}": packed_bytes(each) for i, each in enumerate([low, high] if bits == 3 else [low])}
+    twice = step.view(torch.uint16).long() * 0x10001
+    held = Machine(held | {f"${2 * places + len(held)}": twice}).run(program)
+    for place, at in ((place, at) for place in range(places) for at in range(4)):
+        read = (held[f"${2 * place + at // 2}"] >> 16 * (at % 2) & 0xFFFF).to(torch.uint16).view(torch.float16)
+        byte, width = (0, 2, 1, 3)[at], 2 if bits == 3 else bits
+        level = low[byte] >> width * place & (1 << width) - 1
+        if bits == 3:
+            level = level + 4 * (high[byte] >> 2 * place & 1)
+        z = (level.double() - (2**bits - 1) / 2) * few_bits.share_of(bits)
+        assert torch.equal(read, (z * step.double()).half())
+
+
+def packed_bytes(each: list[Tensor]) -> Tensor:
+    return each[0] | each[1] << 8 | each[2] << 16 | each[3] << 24

@@ -12,7 +12,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvsketch
 from kvsketch.methods.subgen.slots import layout_of, state_of
 from kvsketch.ops.fold_token import reference
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.ops.formula import needs_triton
 
 CASES = {
@@ -37,7 +38,7 @@ def random_tokens(
 
 
 def filled_table(method: kvsketch.methods.Method, prompt: int, dtype: torch.dtype, device: torch.device) -> SlotTable:
-    table = ExactTable(1, 2)
+    table = SlotTable(LayerContext(1, 2))
     keys, values = random_tokens(prompt, 0, dtype, device)
     table.append(keys, values)
     table.padding = torch.tensor([0, 17], device=device)

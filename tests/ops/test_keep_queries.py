@@ -62,6 +62,23 @@ def test_kernel_is_the_reference_bit_for_bit(device: torch.device, size: int, pa
     assert result[0][0 if pages is None else 4, :, ROOM - 3 :].any(-1).all()
 
 
+@pytest.mark.parametrize("paged", [False, True])
+def test_rows_of_fewer_tokens_write_no_others(implementation: ModuleType, device: torch.device, paged: bool) -> None:
+    """A row of 2 of 5 tokens near the end of its room, one of none, and one of all."""
+    q, at = queries(5, 64, device, batch=3), torch.tensor([7, 1, 2], device=device)
+    pages, counts = torch.tensor([4, 1, 0], device=device) if paged else None, torch.tensor([2, 0, 5], device=device)
+    held = torch.full_like(empty(5 if paged else 3, 6, 64, device), 9)
+    wanted = held.clone()
+    implementation.keep_queries(held, q, at, 2, pages, counts)
+    for row, count in enumerate(counts.tolist()):
+        page = row if pages is None else int(pages[row])
+        if count:
+            own = wanted[page : page + 1].clone()
+            implementation.keep_queries(own, q[row : row + 1, :, :count], at[row : row + 1], 2, None)
+            wanted[page] = own[0]
+    assert torch.equal(held, wanted)
+
+
 def test_a_query_that_is_not_finite_comes_back_as_such_and_spoils_no_other(device: torch.device) -> None:
     q, held = queries(1, 64, device, 1, 2), empty(1, 2, 64, device)
     q[0, 1, 0, 7] = float("inf")
@@ -76,5 +93,5 @@ def test_what_does_not_fit_is_refused(device: torch.device) -> None:
         keep_queries(empty(2, 5, 64, device), q, at, 2)
     with pytest.raises(ValueError, match=r"held must be torch.uint8 \[2, H m, 1 or more, 26\]"):
         keep_queries(empty(2, 4, 128, device), q, at, 2)
-    with pytest.raises(ValueError, match="at and pages must be"):
+    with pytest.raises(ValueError, match="at, pages and counts must be"):
         keep_queries(empty(2, 4, 64, device), q, at[:1].expand(3), 2)

@@ -100,6 +100,8 @@ def test_program_gives_the_reference(
     k[1, 2, 0] = float("nan")
     held = k.gather(1, chosen.clamp_min(0).unsqueeze(-1).expand(-1, -1, 16)) + 0.01
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    # A logit is a sum of 16 products, each of which a processor may round in its own way.
+    rounding = [16 * 2.0**-24 * float((0.3 * q[n].abs() @ k[n].abs().mT).max()) for n in range(3)]
     for stored, elsewhere in ((None, None), (held, torch.randn(3, asked))):
         for unseen in (hidden, None):
             expected = reference.kept_attention(q, k, v, chosen, 0.3, unseen, stored, elsewhere)
@@ -108,7 +110,8 @@ def test_program_gives_the_reference(
                 result = native.kept_attention(q, k, v, chosen, 0.3, unseen, stored, elsewhere)
             for ours, theirs in zip(result, expected, strict=True):
                 assert ours[1].isnan().any() == theirs[1].isnan().any()
-                torch.testing.assert_close(ours[::2], theirs[::2], atol=1e-6, rtol=1e-4)
+                for n in (0, 2):
+                    torch.testing.assert_close(ours[n], theirs[n], atol=rounding[n], rtol=rounding[n])
 
 
 @needs_compiler

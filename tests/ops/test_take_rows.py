@@ -1,24 +1,12 @@
-"""Rows of a matrix: the kernel against torch, into a part of a larger tensor."""
+"""Rows of several matrices: the kernel and the program against torch."""
 
 from __future__ import annotations
 
 import pytest
 import torch
 
-from kvsketch.ops import take_rows
-from kvsketch.ops.take_rows import Sources
+from kvsketch.ops.take_rows import Sources, take_rows_of
 from tests.ops.formula import needs_compiler, needs_triton
-
-
-@needs_triton
-@pytest.mark.parametrize(("dtype", "size"), [(torch.bfloat16, 16), (torch.float32, 24), (torch.uint8, 24)])
-def test_kernel_copies_the_rows(dtype: torch.dtype, size: int, device: torch.device) -> None:
-    from kvsketch.ops.take_rows import kernel
-
-    rows = torch.randn(50, size + 8, device=device).abs().mul(40).to(dtype)[:, :size]
-    index, out = torch.randint(50, (700,), device=device), torch.zeros(3, 700, size, dtype=dtype, device=device)
-    kernel.take_rows(rows, index, out[1])
-    assert torch.equal(out[1], rows[index]) and not out[::2].any()
 
 
 @needs_triton
@@ -53,11 +41,8 @@ def test_program_copies_the_rows_of_several_matrices(
         assert torch.equal(out, rows[which.unsqueeze(1), first.unsqueeze(1) + 2 * index])
 
 
-def test_a_call_fills_what_it_is_given_and_refuses_what_does_not_fit() -> None:
-    rows, index, out = torch.randn(5, 3), torch.tensor([4, 0]), torch.empty(2, 3)
-    assert take_rows(rows, index, out) is out and torch.equal(take_rows(rows, index), out)
-    assert torch.equal(out, rows[index])
-    with pytest.raises(ValueError, match=r"out must be contiguous torch.float32 \[2, 3\]"):
-        take_rows(rows, index, torch.empty(2, 4))
-    with pytest.raises(ValueError, match=r"rows and index must be"):
-        take_rows(rows[0], index)
+def test_a_call_that_does_not_fit_is_refused() -> None:
+    sources = Sources.of_each([[torch.randn(5, 3)]])[0]
+    numbers = torch.zeros(2, dtype=torch.int64)
+    with pytest.raises(ValueError, match=r"which, first and index must be \[N\], \[N\] and \[N, M\]"):
+        take_rows_of(sources, numbers, numbers, numbers)

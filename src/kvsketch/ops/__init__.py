@@ -3,6 +3,7 @@
 reading keys and values
     weighted_attention   attention over weighted slots: how every compressed cache is read
     join_attention       attention to two sets of tokens, from that to each
+    past_attention       attention of many new tokens to the slots stored before them, of many requests at once
     chunk_attention      attention of a chunk of new tokens, to weighted slots and causally to exact tokens
     indexed_attention    attention of one query to chosen rows of a store, without a copy
     attention_mass       attention that each token received: column sums of the softmax
@@ -20,17 +21,17 @@ grouping keys
     kmeans               clusters by direction
     cluster_index        tokens sorted by cluster; cluster_means: the mean of each cluster
     leader_clustering    clusters of a stream: a key far from all of them opens a new one
-    farthest_first       greedy k-center; nearest_center: the center nearest to each key
+    farthest_first       greedy k-center
 writing slots
-    write_token          one token into its slot
-    free_lowest          the lowest-ranked slot of each head becomes the next to write
-    open_rows            slots of requests in pages, as rows of one table; close_rows: back into their pages
+    write_token          one token into its slot (slot_update)
+    free_lowest          the lowest-ranked slot of each head becomes the next to write (slot_update)
+    open_rows            slots of requests in pages, as rows of one table; close_rows: back into their pages (page_rows)
     reservoir            the last token that fired in each slot of a sample
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
     keep_queries         some queries of new tokens in few bits, until the tokens are rehearsed; kept_queries: back
     hot_rows             rows of a store in host memory, copied to places on the device
-    take_rows            rows of a matrix, copied into another one
+    take_rows_of         rows of several matrices, copied into one (take_rows)
     work_list            which program reads which slots of heads that differ in size, decided on the device
 fitting slots
     refit_steps          steps of many small least-squares problems at once
@@ -58,7 +59,7 @@ from kvsketch.ops.balance_walk import balance_walk
 from kvsketch.ops.chunk_attention import Past, chunk_attention
 from kvsketch.ops.cluster_index import cluster_index, cluster_means
 from kvsketch.ops.common.dispatch import kernel_for
-from kvsketch.ops.farthest_first import farthest_first, nearest_center
+from kvsketch.ops.farthest_first import farthest_first
 from kvsketch.ops.fold_token import fold_token
 from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
@@ -68,6 +69,7 @@ from kvsketch.ops.kept_attention import kept_attention
 from kvsketch.ops.kmeans import kmeans
 from kvsketch.ops.leader_clustering import leader_clustering
 from kvsketch.ops.page_rows import close_rows, open_rows
+from kvsketch.ops.past_attention import past_attention
 from kvsketch.ops.random import gumbel, uniform
 from kvsketch.ops.replay_scores import replay_scores
 from kvsketch.ops.reservoir import reservoir
@@ -76,7 +78,7 @@ from kvsketch.ops.rotate_queries import rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_token
-from kvsketch.ops.take_rows import take_rows
+from kvsketch.ops.take_rows import take_rows_of
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
@@ -107,8 +109,8 @@ __all__ = [
     "kmeans",
     "leader_clustering",
     "mass_from_logits",
-    "nearest_center",
     "open_rows",
+    "past_attention",
     "replay_scores",
     "reservoir",
     "rotate_by",
@@ -116,7 +118,7 @@ __all__ = [
     "rotate_queries",
     "select_clusters",
     "select_pages",
-    "take_rows",
+    "take_rows_of",
     "uniform",
     "weighted_attention",
     "widen_pages",

@@ -84,7 +84,7 @@ def attention_mass(
     reduce: how the query heads of one KV head become one number: their sum, mean or max over these N queries.
     into: [B, H, S] float32 that becomes fade * into + mass, in place; it is returned.
 
-    Memory is a few numbers per token and head; with one query the host never waits for the device.
+    Memory is a few numbers per token and head; with one query there is no synchronisation.
     """
     _check_keys(q, k, scale, seen, index)
     into = torch.zeros(k.shape[:3], device=q.device) if into is None else into
@@ -116,9 +116,10 @@ def mass_from_logits(
     attention only). The rest as in `attention_mass`. No key is read, and the host never waits for the device.
     """
     each = ("batch", "heads", "slots")
-    check("logits", logits, each, torch.float32)
-    check("index", index, each)
-    check_groups(logits.shape[1], index.shape[1], "index", "logits")
+    if logits.dim() != 3 or logits.dtype != torch.float32 or index.dim() != 3 or logits.shape[1] % index.shape[1]:
+        check("logits", logits, each, torch.float32)
+        check("index", index, each)
+        check_groups(logits.shape[1], index.shape[1], "index", "logits")
     into = torch.zeros(index.shape, device=logits.device) if into is None else into
     options = Options(into, seen, index, padding, _schedule(temperature), noise, row_lse, reduce, fade)
     options.check(logits.shape[:2], index.shape[1], logits.shape[2])
@@ -148,13 +149,17 @@ class Options:
     def check(self, rows: tuple[int, ...], kv_heads: int, columns: int) -> None:
         """Raise ValueError when a shape or a choice does not fit; `rows` is the shape of one number per row."""
         per_column = (rows[0], kv_heads, columns)
-        check("index", self.index, per_column)
-        check("into", self.into, per_column, torch.float32)
-        check("padding", self.padding, rows[:1])
-        check("row_lse", self.row_lse, rows)
+        given = ("index", self.index, per_column), ("into", self.into, per_column), ("padding", self.padding, rows[:1])
+        for name, tensor, shape in (*given, ("row_lse", self.row_lse, rows)):
+            # One that does not fit is told by the check.
+            if tensor is not None and tensor.shape != shape:
+                check(name, tensor, shape)
+        if self.into.dtype != torch.float32:
+            check("into", self.into, per_column, torch.float32)
         if not self.into.is_contiguous():
             raise ValueError(f"into must be contiguous, got strides {self.into.stride()}.")
-        check_choice("reduce", self.reduce, REDUCTIONS)
+        if self.reduce not in REDUCTIONS:
+            check_choice("reduce", self.reduce, REDUCTIONS)
         if not (self.temperature.start > 0 and self.temperature.end > 0 and self.temperature.steps >= 1):
             raise ValueError(f"{self.temperature} must have positive temperatures and at least one step.")
         if self.row_lse is not None and not is_plain(self.temperature, self.noise):

@@ -72,6 +72,15 @@ class Codec:
         return (2**self.bits - 1) / 2
 
     @property
+    def learned(self) -> bool:
+        """Whether each head has directions of its own, with bits of their own (`codec.basis`)."""
+        return False
+
+    def numbers(self, codes: Tensor) -> Tensor:  # [..., D] float32
+        """z of codes [..., bytes]."""
+        return levels_of(codes, self) - self.half_range
+
+    @property
     def block(self) -> int:
         """p, the channels that one Hadamard matrix mixes."""
         return self.size & -self.size
@@ -89,7 +98,7 @@ class Codec:
         """step is so many times <y, 2 z> / |2 z|^2, times 2^-k."""
         return 2.0 / (self.size // self.block * math.sqrt(self.block))
 
-    def rotation(self, device: torch.device) -> Tensor:  # [D, D] float32
+    def rotation(self, device: torch.device) -> Tensor:  # [D, D] float32; [H, D, D] where heads differ
         """R, as a matrix: R x = x @ R'."""
         return _rotation(self, device)
 
@@ -161,7 +170,7 @@ class CodedSlots:
 
     def rotated(self) -> Tensor:  # [B, H, S, D] float32
         """R (x - center) of every slot."""
-        y = (levels_of(self.codes, self.codec) - self.codec.half_range) * self.steps.float().unsqueeze(-1)
+        y = self.codec.numbers(self.codes) * self.steps.float().unsqueeze(-1)
         if not self.exact.shape[2]:
             return y
         # One slot more takes what is not there.
@@ -172,7 +181,7 @@ class CodedSlots:
     def decoded_at(self, slots: Tensor, dtype: torch.dtype) -> Tensor:  # [B, H, m, D]
         """The vectors of the slots [B, H, m] alone."""
         codes = self.codes.gather(2, slots.unsqueeze(-1).expand(*slots.shape, self.codes.shape[3]))
-        y = (levels_of(codes, self.codec) - self.codec.half_range) * self.steps.gather(2, slots).float().unsqueeze(-1)
+        y = self.codec.numbers(codes) * self.steps.gather(2, slots).float().unsqueeze(-1)
         for i in range(self.exact.shape[2]):
             result = (slots == self.exact_at[:, :, i : i + 1]).unsqueeze(-1)
             y = torch.where(result, self.exact[:, :, i : i + 1], y)

@@ -10,6 +10,6 @@ void kvsketch_encode(const Codec *codec, const float *x, const int64_t *source, 
         const int64_t place = at ? at[i] : i, row = source ? source[i] : i;
         const float *around = center ? center + i / rows_of_head * codec->size : 0;
         encode_one(codec, x + row * codec->size, around, codes + place * code_stride,
-                   (_Float16 *)(steps + place * step_stride));
+                   (Half *)(steps + place * step_stride));
     }
 }

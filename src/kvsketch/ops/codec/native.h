@@ -2,6 +2,30 @@
 
    All sums are of integers that their type holds, exact in any order: the compiler takes many channels at a time. */
 
+typedef uint16_t Half; /* a float16, of which not every compiler knows the type */
+
+static inline float float_of_half(Half half) {
+    const uint32_t exponent = half >> 10 & 31, fraction = half & 0x3FF;
+    const uint32_t bits = (exponent == 31 ? 0x7F800000u : (exponent + 112) << 23) | fraction << 13;
+    float x;
+    memcpy(&x, &bits, 4);
+    if (exponent == 0) x = fraction * 0x1p-24f;
+    return half >> 15 ? -x : x;
+}
+
+/* The nearest float16, of two the even one; |x| is at most 65504, or x is not a number. */
+static inline Half half_of_float(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    const Half sign = bits >> 16 & 0x8000;
+    bits &= 0x7FFFFFFF;
+    if (bits > 0x7F800000) return sign | 0x7E00;
+    if (bits >= (127 - 14) << 23) return sign | (bits - (112 << 23) + 0xFFF + (bits >> 13 & 1)) >> 13;
+    float with_half = fabsf(x) + 0.5f; /* the last bit of its fraction is 2^-24 */
+    memcpy(&bits, &with_half, 4);
+    return sign | (bits - (126u << 23));
+}
+
 typedef struct {
     int64_t size;
     int64_t bits;
@@ -56,7 +80,7 @@ static inline void rotate(float *x, int64_t size) {
     }
 }
 
-static inline void encode_one(const Codec *codec, const float *x, const float *center, uint8_t *codes, _Float16 *step) {
+static inline void encode_one(const Codec *codec, const float *x, const float *center, uint8_t *codes, Half *step) {
     const int64_t size = codec->size;
     const int32_t top = (1 << codec->bits) - 1, half = 1 << (codec->bits - 1);
     float n[MOST], y[MOST];
@@ -93,6 +117,6 @@ static inline void encode_one(const Codec *codec, const float *x, const float *c
     }
     float size_of_step = (float)along / (float)long_squares;
     size_of_step *= codec->norm * power_of_two(exponent - 14);
-    *step = finite ? (_Float16)(size_of_step > 65504.0f ? 65504.0f : size_of_step) : (_Float16)NAN;
+    *step = half_of_float(finite ? (size_of_step > 65504.0f ? 65504.0f : size_of_step) : NAN);
     pack(codes, levels, size, codec->bits);
 }

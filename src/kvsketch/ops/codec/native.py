@@ -34,8 +34,8 @@ def native_codec(codec: Codec) -> NativeCodec:
 
 
 def supported(codec: Codec, dtype: torch.dtype | None = None) -> bool:
-    """Whether vectors of this codec are whole lanes."""
-    return fits(codec.size)
+    """Whether vectors of this codec are whole lanes, in random directions."""
+    return fits(codec.size) and not codec.learned
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:

@@ -15,6 +15,7 @@ from kvsketch.ops.codec import (
     CodedSlots,
     packed,
 )
+from kvsketch.ops.codec.basis import LearnedCodec
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
@@ -23,12 +24,19 @@ def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tenso
     coded.steps.scatter_(2, at, new.steps)
 
 
-def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
+def integers_of(x: Tensor, center: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """n in float64, 2^-k of each vector, and whether it is finite."""
     d = x.float() - center.unsqueeze(2)
     exponent = ((d.view(torch.int32) & 0x7FFFFFFF).amax(-1, keepdim=True) >> 23).clamp_min(LEAST_EXPONENT)
     finite = exponent < NOT_FINITE
     up, down = (((268 - exponent) << 23).view(torch.float32), ((exponent - 14) << 23).view(torch.float32))
-    n = (torch.where(finite, d, 0.0) * up).round().double()
+    return (torch.where(finite, d, 0.0) * up).round().double(), down, finite
+
+
+def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
+    n, down, finite = integers_of(x, center)
+    if isinstance(codec, LearnedCodec):
+        return _in_directions(n, down, finite, codec)
     y = n @ codec.integers(x.device).T
     squares = (n * n).sum(-1, keepdim=True).float()
     # Roots of float32 are not rounded right on every CPU; those of float64 are, once rounded to float32.
@@ -40,6 +48,26 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
     ratio = (y * z).sum(-1, keepdim=True).float() / (z * z).sum(-1, keepdim=True).float()
     steps = torch.where(finite, (ratio * (codec.norm * down)).clamp_max(LARGEST_STEP), float("nan"))
     return Coded(packed(levels.to(torch.uint8), codec), steps.squeeze(-1).to(STEP_DTYPE))
+
+
+def _in_directions(n: Tensor, down: Tensor, finite: Tensor, codec: LearnedCodec) -> Coded:
+    """Codes in learned directions (`codec.basis`)."""
+    parts = codec.parts(n.device)
+    y = n @ parts.integers.mT  # exact
+    u = y * parts.unit  # in steps of each channel
+    bits, weight = parts.bits, parts.deviation.square()
+    spread = (u * parts.steps).square() * (bits > 0)
+    gain = (spread.sum(-1, keepdim=True) / (bits > 0).sum()).sqrt()
+    gain = torch.where(gain > 0, gain, 1.0)
+    largest = 2.0**bits - 1
+    levels = torch.minimum(((u / gain).floor() + 2.0 ** (bits - 1)).clamp_min(0), largest)
+    levels = torch.where(bits > 0, levels, 0.0)
+    z = (levels - largest / 2) * parts.steps
+    # Least squares in the coordinates of the model: a direction counts by its variance.
+    product, square = (weight * u * parts.steps * z).sum(-1, keepdim=True), (weight * z * z).sum(-1, keepdim=True)
+    step = ((product / square) * down).float().clamp_max(LARGEST_STEP)
+    steps = torch.where(finite, step, float("nan"))
+    return Coded(codec.packed(levels.to(torch.uint8)), steps.squeeze(-1).to(STEP_DTYPE))
 
 
 def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:

@@ -19,19 +19,14 @@ KERNEL_CHOICES = ("auto", "reference")
 def implementation(operation: str, device: torch.device, *call: Any) -> ModuleType:
     """The module that runs a call: a kernel or program where the device has one for it, else the reference."""
     kernel = kernel_for(operation, device)
-    if kernel is None and device.type == "cpu":
-        kernel = native_for(operation)
+    if kernel is None and device.type == "cpu" and operation in native.OPERATIONS and not _only_references():
+        kernel = _load_native(operation)
     return kernel if kernel is not None and kernel.supported(*call) else reference_of(operation)
 
 
 def kernel_for(operation: str, device: torch.device) -> ModuleType | None:
     """The module with the Triton kernel of an operation, or None where the reference is to be used."""
-    return None if _only_references() or device.type != "cuda" else _load_kernel(operation)
-
-
-def native_for(operation: str) -> ModuleType | None:
-    """The module with the C program of an operation for a CPU, or None where the reference is to be used."""
-    return None if operation not in native.OPERATIONS or _only_references() else _load_native(operation)
+    return None if device.type != "cuda" or _only_references() else _load_kernel(operation)
 
 
 def _only_references() -> bool:
@@ -60,7 +55,7 @@ def _load_kernel(operation: str) -> ModuleType | None:
         warnings.warn(
             f"Triton cannot be imported ({error}): {operation} runs its slower torch reference. Install triton.",
             RuntimeWarning,
-            stacklevel=5,
+            stacklevel=4,
         )
         return None
     return importlib.import_module(f"kvsketch.ops.{operation}.kernel")

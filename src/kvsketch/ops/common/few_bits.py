@@ -27,6 +27,7 @@ without it those of all other keys: s [rows, slots] = q K', acc [rows, channels]
 from __future__ import annotations
 
 import functools
+import struct
 from typing import Any, NamedTuple
 
 import torch
@@ -35,7 +36,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.kernel import PTX, dot, load_columns, load_tile, store_columns
+from kvsketch.ops.codec.basis import LearnedCodec
+from kvsketch.ops.common.kernel import PTX, block_of, dot, load_columns, load_tile, store_columns
 from kvsketch.ops.common.tensors import dense_last, slot_strides
 
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -56,6 +58,7 @@ class Stored(NamedTuple):
     center: Tensor | None = None  # [B, H, D], or, without signs, <q, center> [B, Hq, N] of rotated queries
     sign: Tensor | None = None  # [D], with which programs rotate themselves
     second: Tensor | None = None  # [.. D / 4] int16, of words of 3 bits (`load_words`)
+    fields: Tensor | None = None  # [8, D] int32, where the levels of learned directions lie (`load_fields`)
 
 
 def stored(part: Tensor | CodedSlots, words: bool, paged: bool = False) -> Stored:
@@ -70,6 +73,7 @@ def stored(part: Tensor | CodedSlots, words: bool, paged: bool = False) -> Store
         data, b, h, tl.constexpr(s) if words and s == data.shape[-1] else s, tl.constexpr(codec.bits),
         tl.constexpr(codec.size), tl.constexpr(words), dense_last(part.steps), beside_codes(part.exact, paged),
         second=_second_words(codec.size, codes.device) if words and codec.bits == 3 else None,
+        fields=codec.fields(codes.device) if isinstance(codec, LearnedCodec) else None,
     )  # fmt: skip
 
 
@@ -132,6 +136,35 @@ def load_levels(
             high = tl.load(pointers + SIZE // 4 + columns % (SIZE // 8), mask=inside, other=0).to(tl.int32)
             levels += ((high >> (columns // (SIZE // 8))) & 1) * 4
     return tl.where(inside, levels.to(tl.float32) - (2**BITS - 1) / 2, 0.0)
+
+
+@triton.jit
+def load_fields(base, first, stride, limit, fields, ROWS: tl.constexpr, SIZE: tl.constexpr, COLUMNS: tl.constexpr):
+    """z of rows [first, first + ROWS) of codes in learned directions (`codec.basis`); zero as in `load_tile`.
+
+    `fields` says for each channel the byte, shift and mask of its first field and of its second, by how many bits this
+    one stands above, and 2 z of the level 0.
+    """
+    rows, column = tl.arange(0, ROWS)[:, None], tl.arange(0, COLUMNS)
+    has = column < SIZE
+    byte = tl.load(fields + column, mask=has, other=0)
+    shift, mask = (
+        tl.load(fields + SIZE + column, mask=has, other=0),
+        tl.load(fields + 2 * SIZE + column, mask=has, other=0),
+    )
+    byte_2 = tl.load(fields + 3 * SIZE + column, mask=has, other=0)
+    shift_2 = tl.load(fields + 4 * SIZE + column, mask=has, other=0)
+    mask_2 = tl.load(fields + 5 * SIZE + column, mask=has, other=0)
+    up, lowest = (
+        tl.load(fields + 6 * SIZE + column, mask=has, other=0),
+        tl.load(fields + 7 * SIZE + column, mask=has, other=0),
+    )
+    pointers = base + tl.cast(first, tl.int64) * stride + rows * stride
+    inside = (first + rows < limit) & has[None, :]
+    low = tl.load(pointers + byte[None, :], mask=inside & (mask > 0)[None, :], other=0).to(tl.int32)
+    high = tl.load(pointers + byte_2[None, :], mask=inside & (mask_2 > 0)[None, :], other=0).to(tl.int32)
+    levels = ((low >> shift[None, :]) & mask[None, :]) + (((high >> shift_2[None, :]) & mask_2[None, :]) << up[None, :])
+    return tl.where(inside, levels.to(tl.float32) + 0.5 * lowest.to(tl.float32)[None, :], 0.0)
 
 
 def _levels(bits: int, high: str) -> tl.constexpr:
@@ -236,6 +269,172 @@ def load_words(
         high = tl.load(pointers, mask=first + rows < limit, other=0) if MASKED else tl.load(pointers)
         which = tl.broadcast_to(tl.load(second + column), high.shape)
         return words.to(tl.int16), high.to(tl.int16), which
+
+
+def _byte_vectors(bits: int) -> tl.constexpr:
+    """PTX that makes vectors of four bytes of codes, one register, in float16.
+
+    A level is the upper bits of a mantissa: 0x4800 | c << 4 is 8 + c / 8. Outputs are two registers for each place in a
+    byte: bytes 0 and 2, 1 and 3. Of 3 bits a second register has the high bits, that of place p at bit 2 p. The next
+    register is a step, twice.
+    """
+    places, width = (2, 4) if bits == 4 else (4, 2)
+    mask = "0x00F000F0" if bits == 4 else "0x00300030"
+    first = 2 * places
+    lines = [".reg .b32 b, d, mean;", f"mov.b32 mean, {_twice(-(8 + (2**bits - 1) / 16))};"]
+
+    def masked(to: str, register: str, left: int, mask: str, below: str) -> list[str]:
+        shift = [f"{'shl' if left > 0 else 'shr'}.b32 {to}, {register}, {abs(left)};"] if left else []
+        return [*shift, f"lop3.b32 b, {to if left else register}, {mask}, {below}, 0xEA;"]
+
+    for pair, place in ((pair, place) for pair in range(2) for place in range(places)):
+        lines += masked("b", f"${first}", 4 - 8 * pair - width * place, mask, "0x48004800")
+        if bits == 3:
+            lines += masked("d", f"${first + 1}", 6 - 8 * pair - 2 * place, "0x00400040", "b")
+        lines += ["add.f16x2 b, b, mean;", f"mul.f16x2 ${2 * place + pair}, b, ${first + (2 if bits == 3 else 1)};"]
+    return tl.constexpr("\n    ".join(["{", *lines]) + "\n}")
+
+
+def _wide_vectors() -> tl.constexpr:
+    """The same for codes of 8 bits: 0x6400 | c is 1024 + c."""
+    lines = [".reg .b32 a, whole, share, half;", f"mov.b32 whole, {_twice(-1152.0)};"]
+    lines += [f"mov.b32 share, {_twice(1 / 128)};", f"mov.b32 half, {_twice(1 / 256)};"]
+    for pair, bytes_of in enumerate(("0x4240", "0x4341")):
+        lines += [f"prmt.b32 a, $2, 0x64646464, {bytes_of};", "add.f16x2 a, a, whole;"]
+        lines += ["fma.rn.f16x2 a, a, share, half;", f"mul.f16x2 ${pair}, a, $3;"]
+    return tl.constexpr("\n    ".join(["{", *lines]) + "\n}")
+
+
+def _twice(x: float) -> str:
+    """Two numbers in float16, as a register."""
+    bits = int.from_bytes(struct.pack("<e", x), "little")
+    return f"0x{bits:04X}{bits:04X}"
+
+
+VECTORS_8, VECTORS_4, VECTORS_3, VECTORS_2 = _wide_vectors(), *(_byte_vectors(bits) for bits in (4, 3, 2))
+REGISTERS_OF_8, REGISTERS_OF_4, REGISTERS_OF_3, REGISTERS_OF_2 = (
+    tl.constexpr(",".join(["=r"] * outputs + ["r"] * inputs)) for outputs, inputs in ((2, 3), (4, 3), (8, 4), (8, 3))
+)
+
+
+@triton.constexpr_function
+def places_of(bits):
+    """Levels that a byte of codes has; of 3 bits a byte of low bits."""
+    return {16: 1, 8: 1, 4: 2, 3: 4, 2: 4}[bits]
+
+
+@triton.constexpr_function
+def share_of(bits):
+    """Vectors in float16 are this part of what they stand for: those of any step fit."""
+    return {16: 1.0, 8: 1 / 128, 4: 1 / 8, 3: 1 / 8, 2: 1 / 8}[bits]
+
+
+@triton.constexpr_function
+def width_of(size, bits):
+    """Columns of a tile of vectors: those of each place in a byte are padded to a power of two."""
+    return places_of(bits) * block_of(size // places_of(bits))
+
+
+@triton.jit
+def channels_of(SIZE: tl.constexpr, BITS: tl.constexpr):
+    """The channel of each column of a tile of vectors, and which columns have one.
+
+    A byte has the channels d, d + D / 2 of 4 bits, and d, d + D / 4, ... of 2 and 3 bits. Of four bytes of codes the
+    second and the third change places (`byte_vectors`).
+    """
+    column = tl.arange(0, width_of(SIZE, BITS))
+    if BITS == 16:
+        return column, column < SIZE
+    else:
+        PART: tl.constexpr = SIZE // places_of(BITS)
+        BLOCK: tl.constexpr = block_of(PART)
+        place, byte = column // BLOCK, column % BLOCK
+        byte = byte // 4 * 4 + byte % 4 // 2 + byte % 2 * 2
+        return place * PART + byte, byte < PART
+
+
+@triton.jit
+def load_bytes(pointers, inside, SIZE: tl.constexpr, BITS: tl.constexpr):
+    """Codes of rows at `pointers` [rows] that are `inside`, None: all, as bytes for `byte_vectors`."""
+    PART: tl.constexpr = SIZE // places_of(BITS)
+    BLOCK: tl.constexpr = block_of(PART)
+    column = tl.arange(0, BLOCK)[None, :]
+    low = load_masked(pointers[:, None] + column, inside, column, PART, BLOCK)
+    if BITS != 3:
+        return (low,)
+    else:
+        # Byte j of the high bits has channels j, j + D / 8, ...
+        high = load_masked(pointers[:, None] + SIZE // 4 + column % (SIZE // 8), inside, column, PART, BLOCK)
+        return low, high >> (column >= SIZE // 8).to(tl.uint8)
+
+
+@triton.jit
+def load_masked(pointers, inside, column, WIDTH: tl.constexpr, BLOCK: tl.constexpr):
+    """A tile [rows, BLOCK]; zero behind WIDTH columns and in rows that are not `inside`, None: all are."""
+    if inside is None:
+        return tl.load(pointers) if BLOCK == WIDTH else tl.load(pointers, mask=column < WIDTH, other=0)
+    elif BLOCK == WIDTH:
+        return tl.load(pointers, mask=inside[:, None], other=0)
+    else:
+        return tl.load(pointers, mask=inside[:, None] & (column < WIDTH), other=0)
+
+
+@triton.jit
+def byte_vectors(codes, step, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """step z of bytes of codes and steps [rows] in float16, times `share_of`; columns are those of `channels_of`.
+
+    z = c - (2^b - 1) / 2 is exact, and the product rounded once. DTYPE: float16, or float32.
+    """
+    if PTX and tl.float16 == DTYPE:
+        given = codes + (step[:, None],)  # noqa: RUF005
+        if BITS == 8:
+            return tl.inline_asm_elementwise(VECTORS_8, REGISTERS_OF_8, given, tl.float16, is_pure=True, pack=4)
+        elif BITS == 4:
+            x, y = tl.inline_asm_elementwise(
+                VECTORS_4, REGISTERS_OF_4, given, (tl.float16, tl.float16), is_pure=True, pack=4
+            )
+            return side_by_side(x, y)
+        elif BITS == 3:
+            x, y, z, w = tl.inline_asm_elementwise(
+                VECTORS_3, REGISTERS_OF_3, given, (tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True, pack=4,
+            )  # fmt: skip
+            return side_by_side(side_by_side(x, y), side_by_side(z, w))
+        else:
+            x, y, z, w = tl.inline_asm_elementwise(
+                VECTORS_2, REGISTERS_OF_2, given, (tl.float16, tl.float16, tl.float16, tl.float16),
+                is_pure=True, pack=4,
+            )  # fmt: skip
+            return side_by_side(side_by_side(x, y), side_by_side(z, w))
+    else:
+        x = vectors_at(codes, step, 0, BITS, DTYPE)
+        if BITS == 8:
+            return x
+        elif BITS == 4:
+            return side_by_side(x, vectors_at(codes, step, 1, BITS, DTYPE))
+        else:
+            y, z = vectors_at(codes, step, 1, BITS, DTYPE), vectors_at(codes, step, 2, BITS, DTYPE)
+            return side_by_side(side_by_side(x, y), side_by_side(z, vectors_at(codes, step, 3, BITS, DTYPE)))
+
+
+@triton.jit
+def side_by_side(x, y):
+    """Two tiles [rows, columns] as one [rows, 2 columns]; a thread keeps what it has."""
+    return tl.reshape(tl.permute(tl.join(x, y), (0, 2, 1)), (x.shape[0], 2 * x.shape[1]))
+
+
+@triton.jit
+def vectors_at(codes, step, PLACE: tl.constexpr, BITS: tl.constexpr, DTYPE: tl.constexpr):
+    """What `byte_vectors` gives for one place."""
+    WIDTH: tl.constexpr = 2 if BITS == 3 else BITS
+    level = (codes[0].to(tl.int32) >> (WIDTH * PLACE)) & (2**WIDTH - 1)
+    if BITS == 3:
+        level += ((codes[1].to(tl.int32) >> (2 * PLACE)) & 1) * 4
+    z = (level.to(tl.float32) - (2**BITS - 1) / 2) * share_of(BITS)
+    x = (z * step.to(tl.float32)[:, None]).to(DTYPE)
+    # Of four bytes the second and the third change places.
+    quads = tl.reshape(x, (x.shape[0], x.shape[1] // 4, 2, 2))
+    return tl.reshape(tl.permute(quads, (0, 1, 3, 2)), x.shape)
 
 
 @triton.jit

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.checks import check, check_choice, check_keys
-from kvsketch.ops.common.dispatch import implementation, reference_of
+from kvsketch.ops.common.dispatch import implementation
 
 FORMS = ("exact", "coarse")
 # With more candidates the exact form finds more centers in a round; the coarse one does not.
@@ -65,14 +65,6 @@ def farthest_first(
     if valid is None:
         valid = torch.ones(keys.shape[:3], dtype=torch.bool, device=keys.device)
     return implementation("farthest_first", keys.device, keys).farthest_first(keys, count, valid, given, form)
-
-
-def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    """The center nearest to each key: its place in `centers`, [B, H, N] int64; ties go to the earlier place.
-
-    keys [B, H, N, D]; centers [B, H, m] int64, key numbers or -1 for none. Runs in torch on every device.
-    """
-    return reference_of("farthest_first").nearest_center(keys, centers)
 
 
 class Tiles(NamedTuple):

@@ -14,9 +14,6 @@ from torch import Tensor
 from kvsketch.ops.common.tensors import wide
 from kvsketch.ops.farthest_first import MAX_TILES, PER_TILE, ROUNDING, SLACK, Centers, Tiles
 
-# Distances held at once by `nearest_center`.
-MAX_DISTANCES = 1 << 25
-
 
 class Points(NamedTuple):
     """Keys with their squared norms."""
@@ -85,21 +82,6 @@ def fill_with_equals(index: Tensor, nearest: Tensor) -> None:
     place = (index < 0).long().cumsum(-1) - 1
     rest = order.gather(2, place.clamp(0, keys - 1)).masked_fill_(place >= keys, keys)
     index.copy_(torch.where(index >= 0, index, torch.where(rest < keys, rest, -1)))
-
-
-def nearest_center(keys: Tensor, centers: Tensor) -> Tensor:
-    chosen = Points.of(Points(keys, keys[..., 0]).at(centers).keys)
-    absent = (centers < 0).unsqueeze(-2)
-    block = max(1, MAX_DISTANCES // max(1, centers.numel()))
-    places = []
-    for part in keys.split(block, 2):
-        distance = squared_distances(Points.of(part), chosen)
-        places.append(distance.masked_fill_(absent, float("inf")).argmin(-1))
-    place = torch.cat(places, 2)
-    # A center is its own nearest one, also among equal keys.
-    own = torch.arange(centers.shape[2], device=keys.device).expand_as(centers)
-    at = centers.clamp_min(0)
-    return place.scatter(2, at, torch.where(centers >= 0, own, place.gather(2, at)))
 
 
 def _fill_coarsely(index: Tensor, nearest: Tensor, points: Points, tiles: Tiles) -> None:

@@ -95,6 +95,6 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
     slots take it with probability 1 / n each; the weights of all samples follow. With `coalesce` the first of several
     copies of a token carries the weight of all. Draws depend only on (streams, position, slot).
 
-    Of keys and values in few bits codes are copied, and norms and distances are those of the decoded vectors.
+    Of quantised keys and values the codes are copied, and norms and distances are those of the decoded vectors.
     """
     implementation("fold_token", state.index.device, state).fold_token(state, layout, coalesce)

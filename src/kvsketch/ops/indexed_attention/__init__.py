@@ -63,7 +63,7 @@ def indexed_attention(
     sink_logits: Tensor | None = None,
     return_state: bool = False,
 ) -> Any:
-    """Attention of q [B, Hq, 1, D] to chosen rows of k_store [B, H, N, D] and v_store [B, H, N, Dv], where they lie:
+    """Attention of q [B, Hq, 1, D] to chosen rows of k_store [B, H, N, D] and v_store [B, H, N, Dv], in place:
 
         out = (sum_i exp(s_i) v_i + sum_c exp(s_c + w_c) v_c) / (sum_i exp(s_i) + sum_c exp(s_c + w_c))
 
@@ -71,10 +71,10 @@ def indexed_attention(
     spans int32 [B, R, 2]: slots [start, end) that every query reads as well, together at most max_span in a row.
     extra_k [B, H, C, D], extra_v [B, H, C, Dv], extra_log_weight [B, Hq or H, C]: the second sums; -inf leaves a slot
     out. extra_cut int32 [B, L, 3], for each list: the extra slot whose cluster was read in part, and the places
-    [start, end) of its rows in the list; the slot then stands for the mean value of what was not read. -1: none.
+    [start, end) of its rows in the list; the slot then represents the mean value of the others. -1: none.
     extra_scores float32 [B, Hq, C]: <q, extra_k>, where it is known; extra_k is then not read.
-    softcap and sink_logits as in `weighted_attention`. The stores may lie in pinned host memory while the rest is on a
-    GPU, or be stored in few bits (`ops.codec`).
+    softcap and sink_logits as in `weighted_attention`. The stores may be in pinned host memory while the rest is on a
+    GPU, or be quantised (`ops.codec`).
 
     Returns out [B, Hq, 1, Dv] in the dtype of q, 0 where nothing is read. With return_state, (out, (log of the
     numerator's weights, log of the denominator)), each [B, Hq, 1] float32.

@@ -32,11 +32,14 @@ def row_bytes(size: int) -> int:
     return codec_of(size).code_bytes + STEP_DTYPE.itemsize
 
 
-def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None = None) -> None:
+def keep_queries(
+    held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None = None, counts: Tensor | None = None
+) -> None:
     """Writes queries q [B, Hq, n, D] of `heads` KV heads into held [B, H m, R, bytes] uint8, in place.
 
     at [B] or [1] int64: the number of the first of these tokens among those that wait; one beyond the room counts as
-    the last that fits. pages [B] int64: held [P, ...] of row b is that of page pages[b].
+    the last that fits. pages [B] int64: held [P, ...] of row b is that of page pages[b]. counts [B] int64: row b has
+    so many tokens, and what follows them is unused.
     """
     batch, query_heads, count, size = q.shape
     rows, kept, room, wide = held.shape
@@ -47,9 +50,9 @@ def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor 
             f"held must be torch.uint8 [{batch}, H m, {count} or more, {row_bytes(size)}] for queries {list(q.shape)}, "
             f"got {held.dtype} {list(held.shape)}."
         )
-    if at.shape not in ((1,), (batch,)) or not (pages is None or pages.shape == (batch,)):
-        raise ValueError(f"at and pages must be [{batch}], got {list(at.shape)} and {pages}.")
-    implementation("keep_queries", q.device, codec_of(size)).keep_queries(held, q, at, heads, pages)
+    if at.shape not in ((1,), (batch,)) or any(each is not None and each.shape != (batch,) for each in (pages, counts)):
+        raise ValueError(f"at, pages and counts must be [{batch}], got {list(at.shape)}, {pages} and {counts}.")
+    implementation("keep_queries", q.device, codec_of(size)).keep_queries(held, q, at, heads, pages, counts)
 
 
 def kept_queries(held: Tensor, size: int, dtype: torch.dtype) -> Tensor:  # [B, H m, n, D]

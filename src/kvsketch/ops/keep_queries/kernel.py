@@ -15,7 +15,9 @@ from kvsketch.ops.keep_queries import codec_of
 __all__ = ["keep_queries", "supported"]
 
 
-def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None) -> None:
+def keep_queries(
+    held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None, counts: Tensor | None = None
+) -> None:
     """See `kvsketch.ops.keep_queries`."""
     (batch, query_heads, count, size), kept = q.shape, held.shape[1] // heads
     codec, q, steps = codec_of(size), dense_last(q), held.view(STEP_DTYPE)
@@ -24,23 +26,27 @@ def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor 
     # Encoding is a chain of short steps: programs of one warp never wait for other warps.
     with on(q.device):
         keep_queries_kernel[(count, batch * heads * kept)](
-            q, held, steps, codec.signs(q.device), at, pages,
-            heads, kept, query_heads // heads, held.shape[2] - count, size, 0 if at.numel() == 1 else at.stride(0),
+            q, held, steps, codec.signs(q.device), at, pages, counts,
+            heads, kept, query_heads // heads, count, held.shape[2], size, 0 if at.numel() == 1 else at.stride(0),
             codec.unit, codec.norm, LARGEST_STEP, *q.stride()[:3], *held.stride()[:3], *steps.stride()[:3],
             BITS=codec.bits, D=codec.size, num_warps=1 if codec.size <= 128 else 4,
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["last"])
+@triton.jit(do_not_specialize=["count", "room"])
 def keep_queries_kernel(
-    q_ptr, held_ptr, step_ptr, sign_ptr, at_ptr, page_ptr, heads, kept, group, last, size, at_b,
+    q_ptr, held_ptr, step_ptr, sign_ptr, at_ptr, page_ptr, count_ptr, heads, kept, group, count, room, size, at_b,
     unit, norm, largest_step, q_b, q_h, q_n, held_b, held_k, held_n, step_b, step_k, step_n,
     BITS: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
     """The query number `i` that stays of one token, batch row and KV head."""
     number, k = tl.program_id(0), tl.program_id(1) % (heads * kept)
     b = (tl.program_id(1) // (heads * kept)).to(tl.int64)
-    token = tl.maximum(tl.minimum(tl.load(at_ptr + b * at_b), last), 0) + number
+    if count_ptr is not None:
+        count = tl.load(count_ptr + b).to(tl.int32)
+        if number >= count:
+            return
+    token = tl.maximum(tl.minimum(tl.load(at_ptr + b * at_b), room - count), 0) + number
     member = (token * kept + k % kept) % group
     column = tl.arange(0, D)
     source = q_ptr + b * q_b + (k // kept * group + member) * q_h + number * q_n

@@ -13,11 +13,14 @@ from kvsketch.ops.keep_queries import codec_of, reference
 __all__ = ["keep_queries", "supported"]
 
 
-def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None) -> None:
+def keep_queries(
+    held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None, counts: Tensor | None = None
+) -> None:
     """See `kvsketch.ops.keep_queries`."""
     (batch, query_heads, count, size), codec = q.shape, codec_of(q.shape[-1])
-    if pages is not None or batch * count > 1 or size != codec.size or not held.is_contiguous():
-        reference.keep_queries(held, q, at, heads, pages)
+    several = batch * count > 1 or pages is not None or counts is not None
+    if several or size != codec.size or not held.is_contiguous():
+        reference.keep_queries(held, q, at, heads, pages, counts)
         return
     token = min(max(int(at), 0), held.shape[2] - 1)
     source, place = _rows(held.shape[1] // heads, heads, query_heads // heads, held.shape[2], token)

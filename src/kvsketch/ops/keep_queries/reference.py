@@ -9,8 +9,16 @@ from kvsketch.ops.codec.reference import encode
 from kvsketch.ops.keep_queries import codec_of, parts
 
 
-def keep_queries(held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None) -> None:
+def keep_queries(
+    held: Tensor, q: Tensor, at: Tensor, heads: int, pages: Tensor | None, counts: Tensor | None = None
+) -> None:
     """See `kvsketch.ops.keep_queries`."""
+    if counts is not None:
+        starts = at.expand(len(q)).split(1)
+        for number, (start, new_tokens) in enumerate(zip(starts, counts.tolist(), strict=True)):
+            place = number if pages is None else int(pages[number])
+            keep_queries(held[place].unsqueeze(0), q[number : number + 1, :, :new_tokens], start, heads, None)
+        return
     (batch, query_heads, count, size), kept = q.shape, held.shape[1] // heads
     token = at.clamp(0, held.shape[2] - count).view(-1, 1) + torch.arange(count, device=q.device)  # [B, n]
     token = token.expand(batch, count)

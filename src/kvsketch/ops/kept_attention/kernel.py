@@ -19,7 +19,6 @@ from kvsketch.ops.common.kernel import LOG2E, NEG_INF, described_rows, dot, load
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, contiguous
 from kvsketch.ops.kept_attention import Kept
-from kvsketch.ops.take_rows import take_rows
 
 
 class KeptLaunch(NamedTuple):
@@ -61,7 +60,7 @@ def kept_attention(
         kept = torch.where(hidden.gather(1, kept.clamp_min(0)), -1, kept)
     if held is None:
         rows = kept.clamp_min(0) + torch.arange(count, device=q.device).unsqueeze(1) * slots
-        held = take_rows(k.flatten(0, 1), rows.flatten()).view(*kept.shape, size)
+        held = k.flatten(0, 1).index_select(0, rows.flatten()).view(*kept.shape, size)
     launch = launch or launch_for(q, v)
     tiles = [(q, launch.queries), (k, launch.slots), (v.to(half), launch.slots), (held, launch.slots)]
     with on(q.device):

@@ -54,6 +54,6 @@ def open_rows(held: Worth, rows: Rows, front: Front) -> tuple[Worth, Tensor]:
 
 
 def close_rows(held: Worth, rows: Rows, opened: Worth) -> None:
-    """Writes the slots of the rows into their pages; where a row stands for no request its page keeps what it holds."""
+    """Writes the slots of the rows into their pages; the page of a row without a request stays unchanged."""
     with on(held.tokens.device):
         implementation("page_rows", held.tokens.device).close_rows(held, rows, opened)

@@ -50,7 +50,7 @@ def whole_turns(angles: tuple[float, ...], device: torch.device) -> Tensor:  # [
 
 
 def angles_of(positions: Tensor, turns: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:  # [B, P, half] each
-    """Cosine and sine of the angles of so many positions [B, P], for `rotate_by` of vectors of a dtype."""
+    """Cosine and sine of the angles of positions [B, P], for `rotate_by` of vectors of a dtype."""
     phase = positions.unsqueeze(-1) * turns
     phase = ((phase + TURN // 2) & (TURN - 1)) - TURN // 2
     angle = phase.to(torch.promote_types(dtype, torch.float32)) * (2 * math.pi / TURN)

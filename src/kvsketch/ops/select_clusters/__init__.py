@@ -59,10 +59,10 @@ def select_clusters(
     """The slots of the best clusters, exactly `budget` of them where so many exist; the last cluster is trimmed.
 
     scores [B, L, C] float32, for each query head or each KV head (L); sizes, offsets [B, H, C] and order [B, H, n] as
-    from `cluster_index`; order None: slots lie cluster by cluster, each at its place in the order. A score of -inf
+    from `cluster_index`; order None: slots are sorted by cluster, each at its place in the order. A score of -inf
     excludes a cluster; equal scores go to the lower number; a trimmed cluster keeps the first tokens of its order.
     budgets [B] int32: a row's own budget where it is smaller.
-    Returns rows [B, L, budget] int32 (-1 behind the last), taken [B, L, C] int32, log_unread [B, L, C] float32 and cut
+    Returns rows [B, L, budget] int32 (-1 after the last), taken [B, L, C] int32, log_unread [B, L, C] float32 and cut
     [B, L, 3] int32: the trimmed cluster (-1: none) and where its rows start and end in the list.
     """
     clusters = Clusters(sizes, offsets, order)

@@ -95,7 +95,7 @@ def widen_pages(
     """Extends the bounds of pages by the newest tokens, in place; left padding is in no page.
 
     keys [B, H, n, D], those of the last n of the `seen` tokens. With slot int64 [B, H, 1], keys are a store and the
-    one new token lies in that slot. The rest as in `select_pages`.
+    one new token is in that slot. The rest as in `select_pages`.
     """
     bounds, text = Bounds(page_min, page_max), Text(seen, padding, page)
     _check_bounds(bounds, text)

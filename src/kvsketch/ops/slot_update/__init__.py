@@ -12,7 +12,6 @@ from typing import NamedTuple
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.device import on
 from kvsketch.ops.common.dispatch import implementation
 
 CLOSED = -2  # index of a slot that its row may never use
@@ -64,18 +63,16 @@ def write_token(
     """Writes one token into `slot` [B, H, 1] of each row and head, with index `clock` [1], weight 1 in both sums and
     score 0, and counts it on the clock.
 
-    keys [B, H, S, D], values [B, H, Sv, Dv], each of them in few bits or not (`ops.codec`); index int32, log_den,
+    keys [B, H, S, D], values [B, H, Sv, Dv], each of them quantised or not (`ops.codec`); index int32, log_den,
     log_num, score [B, H, S]; new_key [B, H, 1, D], new_value [B, H, 1, Dv]. All but keys and values are contiguous,
     their last dimension too.
     start [B, H] int64: slots are counted from there in a flat store, in which keys, values, index, log_den, log_num and
     score have one dimension [slots of all heads] in place of [B, H, S].
-    pages [B] int64: keys [P, H, S, D] and values [P, H, Sv, Dv] of row b, and what they have beside them, lie in page
+    pages [B] int64: keys [P, H, S, D] and values [P, H, Sv, Dv] of row b, and their other parts, are in page
     pages[b], no two rows in one. Where it is negative nothing is written there; page 0 belongs to no row then.
     """
     slots, token = Slots(index, log_den, log_num), Token(new_key, new_value, slot, clock, start, pages)
-    with on(index.device):
-        chosen = implementation("slot_update", index.device, keys, values, start)
-        chosen.write_token(keys, values, slots, token, score)
+    implementation("slot_update", index.device, keys, values, start).write_token(keys, values, slots, token, score)
 
 
 def free_lowest(
@@ -96,5 +93,4 @@ def free_lowest(
     them, by position. padding [B]: left-padding tokens; seen [1]: tokens seen. Every tensor is contiguous.
     """
     slots, ranking = Slots(index, log_den, log_num), Ranking(scores, padding, seen, sinks, recent)
-    with on(index.device):
-        implementation("slot_update", index.device).free_lowest(slots, ranking, next_slot)
+    implementation("slot_update", index.device).free_lowest(slots, ranking, next_slot)

@@ -10,6 +10,7 @@ from kvsketch.ops.codec import LARGEST_STEP, CodedSlots
 from kvsketch.ops.codec import kernel as codec_kernel
 from kvsketch.ops.codec.kernel import levels_and_steps, store_codes
 from kvsketch.ops.common import early_start
+from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import begin, wait
 from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.slot_update import Ranking, Slots, Token
@@ -33,11 +34,12 @@ def supported(
 def write_token(
     keys: Tensor | CodedSlots, values: Tensor | CodedSlots, slots: Slots, token: Token, score: Tensor | None
 ) -> None:
-    if isinstance(keys, CodedSlots) and isinstance(values, CodedSlots):
-        _launch_coded(keys, values, slots, token, score)
-    else:
-        assert isinstance(keys, Tensor) and isinstance(values, Tensor)
-        _launch_plain(keys, values, slots, token, score)
+    with on(token.slot.device):
+        if isinstance(keys, CodedSlots) and isinstance(values, CodedSlots):
+            _launch_coded(keys, values, slots, token, score)
+        else:
+            assert isinstance(keys, Tensor) and isinstance(values, Tensor)
+            _launch_plain(keys, values, slots, token, score)
 
 
 @triton.jit
@@ -256,8 +258,9 @@ def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
     scores, padding, seen, sinks, recent = ranking
     batch, heads, count = index.shape
     block = min(2048, triton.next_power_of_2(count))
-    _free_lowest[(batch * heads,)](
-        None if scores is None else scores.contiguous(), index, log_den, log_num, next_slot, padding, seen,
-        heads, count, sinks, recent, BLOCK=block,
-        num_warps=max(1, min(8, block // 128)), **early_start.launch(index.device),
-    )  # fmt: skip
+    with on(index.device):
+        _free_lowest[(batch * heads,)](
+            None if scores is None else scores.contiguous(), index, log_den, log_num, next_slot, padding, seen,
+            heads, count, sinks, recent, BLOCK=block,
+            num_warps=max(1, min(8, block // 128)), **early_start.launch(index.device),
+        )  # fmt: skip

@@ -8,7 +8,7 @@ typedef struct {
     const Codec *codec;       /* 0: vectors as they are */
     char *data;               /* codes or vectors */
     int64_t row, head, slot;  /* strides in bytes; in a flat store the last alone counts */
-    _Float16 *steps;
+    Half *steps;
     const float *center;      /* [B, H, D] */
     int32_t *exact_at;        /* [B, H, E] */
     int64_t exact_count;

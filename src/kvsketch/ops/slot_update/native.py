@@ -69,7 +69,9 @@ def _numbers(slots: Slots, scores: Tensor | None) -> bool:
 def _fits(held: Tensor | CodedSlots, new: Tensor) -> bool:
     if isinstance(held, Tensor):
         return held.dtype == new.dtype and held.stride(-1) == 1
-    return fits(held.codec.size) and on_cpu(held.codes, held.steps, held.exact_at, held.center)
+    return (
+        not held.codec.learned and fits(held.codec.size) and on_cpu(held.codes, held.steps, held.exact_at, held.center)
+    )
 
 
 def _vectors(held: Tensor | CodedSlots, new: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""Rows of a matrix in Triton: a program copies a tile of rows."""
+"""Rows of several matrices in Triton: a program copies a tile of rows."""
 
 from __future__ import annotations
 
@@ -17,18 +17,6 @@ def supported(rows: Tensor) -> bool:
     return rows.stride(1) == 1 and 0 < rows.shape[1] <= 1024
 
 
-def take_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
-    """See `kvsketch.ops.take_rows`."""
-    block = triton.next_power_of_2(rows.shape[1])
-    tile = TILE // block
-    if len(index):
-        with on(rows.device):
-            take_rows_kernel[(triton.cdiv(len(index), tile),)](
-                rows, index.contiguous(), out, len(index), rows.stride(0), D=rows.shape[1], BLOCK=block, ROWS=tile,
-                num_warps=4,
-            )  # fmt: skip
-
-
 def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
     """See `kvsketch.ops.take_rows`."""
     rows, (problems, count) = sources.rows[0], index.shape
@@ -41,19 +29,6 @@ def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, 
                 sources.addresses, which, first, index, out, count, rows.stride(0), apart, *index.stride(),
                 D=rows.shape[1], BLOCK=block, ROWS=tile, ALIGNED=aligned, num_warps=4,
             )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["count"])
-def take_rows_kernel(
-    rows_ptr, index_ptr, out_ptr, count, stride, D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr
-):  # fmt: skip
-    """Copies ROWS rows."""
-    number = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    column = tl.arange(0, BLOCK)
-    at = tl.load(index_ptr + number, mask=number < count, other=0)
-    inside = (number < count)[:, None] & (column < D)[None, :]
-    tile = tl.load(rows_ptr + at[:, None] * stride + column[None, :], mask=inside)
-    tl.store(out_ptr + number[:, None].to(tl.int64) * D + column[None, :], tile, mask=inside)
 
 
 @triton.jit(do_not_specialize=["count", "apart", "index_n"])

@@ -1,4 +1,4 @@
-"""Rows of several matrices in C; those of one matrix are the reference's own."""
+"""Rows of several matrices in C."""
 
 from __future__ import annotations
 
@@ -7,9 +7,6 @@ from torch import Tensor
 
 from kvsketch.ops.common.native import divide, program
 from kvsketch.ops.take_rows import Sources
-from kvsketch.ops.take_rows.reference import take_rows
-
-__all__ = ["supported", "take_rows", "take_rows_of"]
 
 
 def supported(rows: Tensor) -> bool:

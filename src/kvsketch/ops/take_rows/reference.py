@@ -1,4 +1,4 @@
-"""Rows of a matrix in torch: the definition, and the path used on a CPU."""
+"""Rows of several matrices in torch: the definition, and the path used on a CPU."""
 
 from __future__ import annotations
 
@@ -8,14 +8,9 @@ from torch import Tensor
 from kvsketch.ops.take_rows import Sources
 
 
-def take_rows(rows: Tensor, index: Tensor, out: Tensor) -> None:
-    """See `kvsketch.ops.take_rows`."""
-    torch.index_select(rows, 0, index, out=out)
-
-
 def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
     """See `kvsketch.ops.take_rows`."""
     numbers, counts = which.unique_consecutive(return_counts=True)
     parts = (x.split(counts.tolist()) for x in (first.unsqueeze(1) + apart * index, out))
     for number, own, target in zip(numbers.tolist(), *parts, strict=True):
-        take_rows(sources.rows[number], own.flatten(), target.flatten(0, 1))
+        torch.index_select(sources.rows[number], 0, own.flatten(), out=target.flatten(0, 1))

@@ -41,18 +41,18 @@ def weighted_attention(
         out(q) = sum_i exp(s_i + log_num_i) v_i / sum_i exp(s_i + log_den_i),     s_i = scale * <q, k_i>
 
     q [B, Hq, N, D]; k [B, H, S, D]; v [B, H, Sv, Dv], Sv <= S: later slots count in the denominator only.
-      Either may be stored in few bits (`ops.codec`).
+      Either may be quantised (`ops.codec`).
     log_num, log_den [B, H, S]: None is zero, -inf is legal; the same object twice (or None twice) needs one sum only.
     bias: added to s_i, or boolean (True: visible), [B or 1, Hq or H or 1, N or 1, S]; the lowest finite number of its
       dtype hides a slot like -inf.
     softcap: s_i becomes softcap * tanh(s_i / softcap). sink_logits [Hq]: one more logit in the denominator.
-    lengths [B, H] integers: slots from there on are not read and may hold anything; other slots must be finite even
+    lengths [B, H] integers: slots from there on are not read and may have any value; other slots must be finite even
       when their weights are -inf.
     clip: the denominator is moved to within a factor exp(clip) of the numerator's sum of weights, before the sink logit
       joins it; the sums returned are those before.
     ragged: heads of different sizes in one flat store; k, v and the weights are [slots of all heads, ...] then, S the
-      largest head, and slots behind a head do not exist.
-    pages [B] int64: k [P, H, S, D] and v [P, H, Sv, Dv] of row b, and what codes have beside them, lie in page
+      largest head, and slots after a head do not exist.
+    pages [B] int64: k [P, H, S, D] and v [P, H, Sv, Dv] of row b, and the parts of their codes, are in page
       pages[b]; a negative number reads page 0.
     An empty numerator or denominator gives 0. Internally float32 (float64 for float64); the result has the dtype of q.
 

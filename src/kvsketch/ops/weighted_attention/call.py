@@ -100,12 +100,17 @@ class Arguments(NamedTuple):
         kv_heads, slots = keys[1:3]
         if keys[0] != batch or keys[3] != size:
             raise ValueError(f"k must be [{batch}, heads, slots, {size}] to match q {list(q.shape)}, got {list(keys)}.")
-        check_groups(query_heads, kv_heads)
+        if not kv_heads or query_heads % kv_heads:
+            check_groups(query_heads, kv_heads)
         if values[:2] != keys[:2] or values[2] > slots:
             raise ValueError(f"v must be [{batch}, {kv_heads}, at most {slots}, size], got {list(values)}.")
         each = (batch, kv_heads, slots) if self.ragged is None else (self.ragged.total,)
-        check("log_num", self.log_num, each)
-        check("log_den", self.log_den, each)
+        beside_slots = ("log_num", self.log_num, each), ("log_den", self.log_den, each)
+        by_head = ("lengths", self.lengths, each[:2]), ("sink_logits", self.sink_logits, (query_heads,))
+        for name, tensor, shape in (*beside_slots, *by_head):
+            # One that does not fit is told by the check.
+            if tensor is not None and tensor.shape != shape:
+                check(name, tensor, shape)
         if self.pages is not None and self.ragged is not None:
             raise ValueError("pages hold heads of one size; ragged heads say themselves where they lie.")
         coded = [part for part in (k, v) if isinstance(part, CodedSlots)]
@@ -115,8 +120,6 @@ class Arguments(NamedTuple):
             raise ValueError("centers and exact slots of pages lie in the pages, equally far apart.")
         if self.ragged is not None and self.lengths is not None:
             raise ValueError("lengths belong to heads of one size; a ragged head has its capacity.")
-        check("lengths", self.lengths, (batch, kv_heads))
-        check("sink_logits", self.sink_logits, (query_heads,))
         if self.softcap is not None and not self.softcap > 0:
             raise ValueError(f"softcap must be positive, got {self.softcap}; pass None for no cap.")
         if self.clip is not None and not self.clip >= 0:

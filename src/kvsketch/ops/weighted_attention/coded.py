@@ -15,6 +15,7 @@ from kvsketch.ops.common.few_bits import (
     around,
     exact_products,
     load_by_words,
+    load_fields,
     load_levels,
     load_vector,
     load_words,
@@ -97,11 +98,14 @@ def weights_of(
 
 @triton.jit
 def products_of_tile(
-    q, lift, base, stride, start, limit, second,
+    q, lift, base, stride, start, limit, second, fields,
     BITS: tl.constexpr, D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """<R q, z_i> of a tile of codes, half of it of words, or <q, k_i>, [rows, slots]."""
-    if len(q) == 4:
+    if fields is not None:
+        z = load_fields(base, start, stride, limit, fields, BLOCK_N, D, BLOCK_D).to(q[0].dtype)
+        return products_with(z, q)
+    elif len(q) == 4:
         words = load_words(base, start, stride, limit, second, BLOCK_N, D, BLOCK_D, BITS, MASKED)  # [BLOCK_N, BLOCK_D]
         return word_products(words, q, lift, BITS)
     elif BITS == 16:
@@ -110,6 +114,15 @@ def products_of_tile(
     else:
         z = load_levels(base, start, stride, limit, BLOCK_N, D, BLOCK_D, BITS).to(q[0].dtype)
         return dot(q[0], tl.trans(z), tl.zeros((q[0].shape[0], BLOCK_N), tl.float32))
+
+
+@triton.jit
+def products_with(z, q):
+    """<q, z_i> [rows, slots] of queries in one part, or in two that are summed: rounded, and the rest."""
+    s = dot(q[0], tl.trans(z), tl.zeros((q[0].shape[0], z.shape[0]), tl.float32))
+    if len(q) == 2:
+        s = dot(q[1], tl.trans(z), s)
+    return s
 
 
 @triton.jit
@@ -138,7 +151,7 @@ def scores_of_products(
 
 @triton.jit
 def add_tile_of_values(
-    acc, terms, step, shrink, base, stride, start, limit, second,
+    acc, terms, step, shrink, base, stride, start, limit, second, fields,
     DTYPE: tl.constexpr, BITS: tl.constexpr, DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     MASKED: tl.constexpr, SHIFTED: tl.constexpr, ACROSS: tl.constexpr,
 ):  # fmt: skip
@@ -154,7 +167,10 @@ def add_tile_of_values(
         v = load_tile(base, start, stride, limit, BLOCK_N, DV, BLOCK_DV, MASKED)
         return (add_values(acc[0] * shrink, operand(terms, v.dtype, ACROSS), across(v, ACROSS), ACROSS),)
     else:
-        z = load_levels(base, start, stride, limit, BLOCK_N, DV, BLOCK_DV, BITS).to(DTYPE)
+        if fields is not None:
+            z = load_fields(base, start, stride, limit, fields, BLOCK_N, DV, BLOCK_DV).to(DTYPE)
+        else:
+            z = load_levels(base, start, stride, limit, BLOCK_N, DV, BLOCK_DV, BITS).to(DTYPE)
         parts = operand(terms * step.to(tl.float32)[None, :], DTYPE, ACROSS)
         return (add_values(acc[0] * shrink, parts, across(z, ACROSS), ACROSS),)
 
@@ -277,6 +293,11 @@ def coded_split_kernel(
             # Programs of several warps: Triton 3.6 fails where the operand of their products comes from a reshape.
             q = (q[0] + tl.zeros_like(q[0]), q[1] + tl.zeros_like(q[1]), q[2] + tl.zeros_like(q[2]),
                  q[3] + tl.zeros_like(q[3]))  # fmt: skip
+    elif keys.fields is not None and HALF is not None:
+        # Learned directions differ in size: queries in them come in float32, and rounding them costs nothing.
+        whole = load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D)
+        near = whole.to(HALF)
+        q = (near, (whole - near.to(tl.float32)).to(HALF))
     else:
         q = (load_columns(q_rows, row_inside, 0, 1, D, BLOCK_D),)  # [BLOCK_M, BLOCK_D]
     DTYPE: tl.constexpr = q[0].dtype
@@ -322,8 +343,9 @@ def coded_split_kernel(
         if logits_ptr is not None:
             there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
         s = products_of_tile(
-            q, lift, k_base, keys.s, start, limit, keys.second, keys.bits, D, BLOCK_D, BLOCK_N, MASKED and not SHIFTED
-        )  # [BLOCK_M, BLOCK_N]
+            q, lift, k_base, keys.s, start, limit, keys.second, keys.fields, keys.bits, D, BLOCK_D, BLOCK_N,
+            MASKED and not SHIFTED,
+        )  # [BLOCK_M, BLOCK_N]  # fmt: skip
         x = scores_of_products(
             s, key_step, q_center, scale, slots, there, softcap, logits_ptr, flat_row, row_inside, slots_total,
             bias, bias_strides, KEY_WORDS,
@@ -335,7 +357,7 @@ def coded_split_kernel(
         x_num = x + weights[None, :]
         num_origin, num_total, terms, shrink = add_terms(num_origin, num_total, x_num)
         acc = add_tile_of_values(
-            acc, terms, value_step, shrink, v_base, values.s, start, value_limit, values.second,
+            acc, terms, value_step, shrink, v_base, values.s, start, value_limit, values.second, values.fields,
             DTYPE, values.bits, DV, BLOCK_DV, BLOCK_N, MASKED, SHIFTED, KEY_WORDS,
         )  # fmt: skip
         if not TIED:
@@ -349,7 +371,7 @@ def coded_split_kernel(
             if logits_ptr is not None:
                 there = without_exact(there, False, start, slots, exact_at, least_exact, most_exact, BLOCK_N, EXACT)
             s = products_of_tile(
-                q, lift, k_base, keys.s, start, limit, keys.second, keys.bits, D, BLOCK_D, BLOCK_N, MASKED
+                q, lift, k_base, keys.s, start, limit, keys.second, keys.fields, keys.bits, D, BLOCK_D, BLOCK_N, MASKED
             )
             x = scores_of_products(
                 s, load_steps(k_step, slots, slots < limit), q_center, scale, slots, there, softcap,
@@ -376,8 +398,10 @@ def coded_split_kernel(
             if KEY_WORDS:
                 s = exact_products(load_by_words(k_exact + k_places * k_row, k_there, D, BLOCK_D, keys.bits), q)
             else:
-                k = gather_tile(k_exact, k_places, k_row, k_there, D, BLOCK_D).to(DTYPE)
-                s = dot(q[0], tl.trans(k), tl.zeros((BLOCK_M, EXACT_BLOCK), tl.float32))
+                exact = gather_tile(k_exact, k_places, k_row, k_there, D, BLOCK_D)
+                s = products_with(exact.to(DTYPE), q)
+                if keys.fields is not None and HALF is not None:
+                    s += products_with((exact - exact.to(DTYPE).to(tl.float32)).to(DTYPE), q)
             if q_center is not None and (softcap is not None or logits_ptr is not None):
                 s += q_center[:, None]
             x = finish_scores(

@@ -107,7 +107,8 @@ def _coded_attention(call: Arguments, launch: Plan | None) -> Attended:
     if isinstance(call.k, CodedSlots) and words[0] and _one_block(call.k):
         key = key._replace(center=beside_codes(call.k.center, paged), sign=call.k.codec.signs(q.device))
     elif isinstance(call.k, CodedSlots):
-        q, center = _rotated(call.q, _centers(call.k, call.pages), call.k, torch.float32 if words[0] else dtype)
+        whole = words[0] or call.k.codec.learned
+        q, center = _rotated(call.q, _centers(call.k, call.pages), call.k, torch.float32 if whole else dtype)
         key = key._replace(center=center)
     coded = [part for part in (call.k, call.v) if isinstance(part, CodedSlots)]
     exact_at = next((beside_codes(part.exact_at, paged) for part in coded if part.exact.shape[2]), None)
@@ -246,7 +247,8 @@ def _log2_clip(call: Arguments) -> float | None:
 
 def _has_words(part: Tensor | CodedSlots, dtype: torch.dtype) -> bool:
     """Whether codes are read as words, four at a time."""
-    return isinstance(part, CodedSlots) and part.codec.bits in WORD_BITS and dtype != torch.float32
+    has = isinstance(part, CodedSlots) and part.codec.bits in WORD_BITS and not part.codec.learned
+    return has and dtype != torch.float32
 
 
 def _one_block(part: CodedSlots) -> bool:
@@ -265,14 +267,15 @@ def _rotated(q: Tensor, centers: Tensor, keys: CodedSlots, dtype: torch.dtype) -
     exact = q.float()
     grouped = exact.reshape(batch, centers.shape[1], -1, size)
     center = (grouped @ centers.unsqueeze(-1)).view(batch, query_heads, queries)
-    return (exact @ keys.codec.rotation(q.device).T).to(dtype).contiguous(), center
+    return (grouped @ keys.codec.rotation(q.device).mT).view(q.shape).to(dtype).contiguous(), center
 
 
 def _rotated_back(out: Tensor, ratio: Tensor, centers: Tensor, values: CodedSlots) -> Tensor:
     """The output in the model's coordinates; `ratio` [B, Hq, N]: the numerator's sum of weights by the denominator."""
     batch, query_heads, queries, size = out.shape
     center = centers.unsqueeze(2) * ratio.view(batch, centers.shape[1], -1, 1)
-    return out @ values.codec.rotation(out.device) + center.view(batch, query_heads, queries, size)
+    back = out.view(batch, centers.shape[1], -1, size) @ values.codec.rotation(out.device)
+    return (back + center).view(batch, query_heads, queries, size)
 
 
 def _bias_arguments(bias: Tensor | None, kv_heads: int, query_heads: int) -> tuple[Tensor | None, Any]:

@@ -6,12 +6,14 @@ typedef struct {
     int64_t size, bits;               /* bits: of a code; FLOAT32 or BFLOAT16: none */
     const char *data;                 /* vectors or codes */
     int64_t row, head, slot;          /* strides in bytes; in a flat store the last alone counts */
-    const _Float16 *steps;            /* [B, H, S] or [N] */
+    const Half *steps;                /* [B, H, S] or [N] */
     const float *center;              /* [B, H, D] */
     const float *exact;               /* [B, H, E, D] */
     const int32_t *exact_at;          /* [B, H, E] */
     int64_t exact_count;
     const Codec *codec;
+    const float *turn;                /* [H, D, D], M of learned directions (codec/basis.py); 0: those of `codec` */
+    const int32_t *fields;            /* [8, D], where their levels lie */
 } Part;
 
 typedef struct {
@@ -61,9 +63,24 @@ static Sum exponentiate(float *terms, const float *logits, const float *weights,
     return (Sum){origin, sum_of(sum)};
 }
 
+/* Numbers of codes in learned directions. */
+static inline void unpack_fields(float *restrict z, const uint8_t *restrict codes, const int32_t *restrict fields, int64_t size) {
+    const int32_t *shift = fields + size, *mask = shift + size, *byte_2 = mask + size, *shift_2 = byte_2 + size;
+    const int32_t *mask_2 = shift_2 + size, *up = mask_2 + size, *lowest = up + size;
+    for (int64_t d = 0; d < size; d++) {
+        const int32_t low = (codes[fields[d]] >> shift[d]) & mask[d];
+        const int32_t high = (codes[byte_2[d]] >> shift_2[d]) & mask_2[d];
+        z[d] = (float)(low + (high << up[d])) + 0.5f * (float)lowest[d];
+    }
+}
+
 /* The vector of one slot, without step and center where it is coded. */
 static inline const float *vector_of(const Part *part, const char *at, float *room) {
     if (part->bits == FLOAT32) return (const float *)at;
+    if (part->fields) {
+        unpack_fields(room, (const uint8_t *)at, part->fields, part->size);
+        return room;
+    }
     if (part->bits != BFLOAT16) {
         unpack(room, (const uint8_t *)at, part->size, part->bits);
         return room;
@@ -96,7 +113,7 @@ static inline Several several(const Part *part, const char *slots, int64_t first
     for (int64_t j = 0; j < AT_ONCE; j++) {
         const int64_t at = i + (j < result.count ? j : result.count - 1);
         result.vectors[j] = vector_of(part, slots + at * part->slot, room + j * MOST);
-        result.steps[j] = j >= result.count ? 0.0f : is_coded(part) ? (float)part->steps[first + at] : 1.0f;
+        result.steps[j] = j >= result.count ? 0.0f : is_coded(part) ? float_of_half(part->steps[first + at]) : 1.0f;
     }
     return result;
 }
@@ -111,7 +128,10 @@ static void read_keys(const Call *call, int64_t head, int64_t first, int64_t cou
         float *own = asked + r * size;
         around[r] = is_coded(part) ? call->scale * dot(query, part->center + head * size, size) : 0.0f;
         for (int64_t d = 0; d < size; d++) own[d] = call->scale * query[d];
-        if (is_coded(part)) {
+        if (part->turn) {
+            const float *turn = part->turn + head % call->heads * size * size;
+            for (int64_t d = 0; d < size; d++) own[d] = call->scale * dot(query, turn + d * size, size);
+        } else if (is_coded(part)) {
             for (int64_t d = 0; d < size; d++) own[d] *= part->codec->norm * 0.5f * part->codec->signs[d];
             rotate(own, size);
         }
@@ -164,6 +184,12 @@ static void read_values(const Call *call, int64_t head, int64_t first, int64_t c
     float *out = call->out + head * call->rows * size;
     for (int64_t r = 0; r < call->rows; r++) {
         float *row = out + r * size;
+        if (part->turn) {
+            const float *turn = part->turn + head % call->heads * size * size;
+            for (int64_t d = 0; d < size; d++) row[d] = totals[r].total * part->center[head * size + d];
+            for (int64_t d = 0; d < size; d++) add_scaled(row, turn + d * size, sums[r * size + d], size);
+            continue;
+        }
         memcpy(row, sums + r * size, size * sizeof *row);
         if (!is_coded(part)) continue;
         rotate(row, size);

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.ops.codec.basis import LearnedCodec
 from kvsketch.ops.codec.native import native_codec
 from kvsketch.ops.common.native import LANES, address, divide, fits, on_cpu, program
 from kvsketch.ops.weighted_attention import Arguments, Attended
@@ -28,7 +29,7 @@ class Part(ctypes.Structure):
         ("size", ctypes.c_int64), ("bits", ctypes.c_int64), ("data", ctypes.c_void_p), ("row", ctypes.c_int64),
         ("head", ctypes.c_int64), ("slot", ctypes.c_int64), ("steps", ctypes.c_void_p), ("center", ctypes.c_void_p),
         ("exact", ctypes.c_void_p), ("exact_at", ctypes.c_void_p), ("exact_count", ctypes.c_int64),
-        ("codec", ctypes.c_void_p),
+        ("codec", ctypes.c_void_p), ("turn", ctypes.c_void_p), ("fields", ctypes.c_void_p),
     ]  # fmt: skip
 
 
@@ -63,6 +64,8 @@ def supported(call: Arguments) -> bool:
 def _readable(part: Tensor | CodedSlots, call: Arguments) -> bool:
     if isinstance(part, Tensor):
         return part.dtype in PLAIN and part.stride(-1) == 1
+    if isinstance(part.codec, LearnedCodec) and part.codec.basis.deviation.dim() > 2:
+        return False  # each row has directions of its own
     whole = call.ragged is not None or part.steps.shape[2] == part.shape[2]
     return whole and on_cpu(part.codes, part.steps, part.center, part.exact, part.exact_at)
 
@@ -97,7 +100,13 @@ def _part(part: Tensor | CodedSlots) -> Part:
     data = part if isinstance(part, Tensor) else part.codes
     strides = [step * data.element_size() for step in (0, 0, *data.stride())[-4:-1]]
     if isinstance(part, Tensor):
-        return Part(part.shape[-1], PLAIN[part.dtype], data.data_ptr(), *strides, None, None, None, None, 0, None)
+        nothing = (None, None, None, None, 0, None, None, None)
+        return Part(part.shape[-1], PLAIN[part.dtype], data.data_ptr(), *strides, *nothing)
     exact = (part.exact.data_ptr(), part.exact_at.data_ptr(), part.exact_at.shape[-1])
-    near = (part.steps.data_ptr(), part.center.data_ptr(), *exact, ctypes.addressof(native_codec(part.codec)))
+    turn: tuple[int | None, ...] = (ctypes.addressof(native_codec(part.codec)), None, None)
+    if isinstance(part.codec, LearnedCodec):
+        # Kept by the codec, which lives as long as the slots.
+        parts = part.codec.parts(data.device)
+        turn = None, parts.back.data_ptr(), parts.fields.data_ptr()
+    near = (part.steps.data_ptr(), part.center.data_ptr(), *exact, *turn)
     return Part(part.codec.size, part.codec.bits, data.data_ptr(), *strides, *near)

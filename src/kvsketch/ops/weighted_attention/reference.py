@@ -32,11 +32,12 @@ class Sum(NamedTuple):
 
 
 def weighted_attention(call: Arguments) -> Attended:
-    call = call.by_row()
+    if call.ragged is not None or call.pages is not None:
+        call = call.by_row()
     q, log_num, log_den = call.q, call.log_num, call.log_den
     batch, query_heads, queries, size = q.shape
     kv_heads, slots = call.k.shape[1:3]
-    group = query_heads // kv_heads
+    group, tied = query_heads // kv_heads, log_num is log_den and call.v.shape[2] == slots
     dtype = torch.float64 if q.dtype == torch.float64 else torch.float32
     k, v = (part.decoded(dtype) if isinstance(part, CodedSlots) else part for part in (call.k, call.v))
     visible = None
@@ -45,10 +46,10 @@ def weighted_attention(call: Arguments) -> Attended:
         # What lies beyond the lengths may hold anything, NaN included.
         v = v.masked_fill(~visible[:, :, : v.shape[2], None], 0.0)
         log_num = _hide(log_num, visible)
-        log_den = log_num if call.tied else _hide(log_den, visible)
+        log_den = log_num if tied else _hide(log_den, visible)
     keys, values = k.to(dtype), v.to(dtype)
     sinks = None if call.sink_logits is None else call.sink_logits.to(dtype).view(1, kv_heads, group, 1)
-    clip = None if call.tied else call.clip
+    clip = None if tied else call.clip
 
     block = max(1, MAX_LOGITS // max(1, batch * query_heads * slots))
     blocks = []
@@ -65,7 +66,7 @@ def weighted_attention(call: Arguments) -> Attended:
         if call.bias is not None:
             part = call.bias if call.bias.shape[2] == 1 else call.bias[:, :, start : start + block]
             x = x + _grouped_bias(part, kv_heads, query_heads, dtype)
-        out, num, den = _attend(x, values, log_num, log_den, sinks, clip, call.tied)
+        out, num, den = _attend(x, values, log_num, log_den, sinks, clip, tied)
         flat = (batch, query_heads, count)
         out, log_sum_num, log_sum_den = out.view(*flat, v.shape[3]), num.log.view(flat), den.log.view(flat)
         kept = logits.view(*flat, slots).float() if call.return_logits else None
