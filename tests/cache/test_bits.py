@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.cache.overview import full_bytes, overview
 from kvsketch.methods.rehearse import problems
 from kvsketch.slots import codes
 from tests.helpers import zoo
@@ -60,6 +61,22 @@ def test_a_padded_row_is_the_row_alone(name: str) -> None:
     pieces = [(max(0, start - 7), end - 7) for start, end in PIECES]
     alone = read(model, CompressedCache(model, method_of(name, 4)), ids[1:, 7:], mask[1:, 7:], pieces)
     torch.testing.assert_close(both[:, 1:], alone, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["rehearse:refit=none", "expected"])
+def test_a_row_that_is_too_short_to_be_decided_stays_whole_beside_longer_ones(name: str) -> None:
+    """Alone it waits for more of its text; what is left of the difference is its rounding."""
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 92), [0, 40])
+    caches = [CompressedCache(model, method_of(name, 8)) for _ in range(3)]
+    both, long = read(model, caches[0], ids, mask), read(model, caches[1], ids[:1], mask[:1])
+    short = read(model, caches[2], ids[1:, 40:], mask[1:, 40:], [(max(0, s - 40), e - 40) for s, e in PIECES])
+    torch.testing.assert_close(both[:, :1], long, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(both[:, 1:], short, atol=0.02, rtol=0)
+    for layer, alone in zip(caches[0].slot_layers, caches[1].slot_layers, strict=True):
+        used = layer.table.used_slots()
+        assert (used[1] == 52).all() and torch.equal(used[:1], alone.table.used_slots())
+        assert used[0].max() < 92
 
 
 @pytest.mark.parametrize("name", thinned(CODABLE))
@@ -255,3 +272,17 @@ def test_no_room_is_made_for_tokens_that_will_lie_in_host_memory() -> None:
     for layer in cache.slot_layers:
         layer.method.make_room(layer.table, 5000)
     assert [layer.table.length for layer in cache.slot_layers] == [5001, 102]
+
+
+def test_a_notebook_shows_five_facts() -> None:
+    model = zoo.build("llama", **BIG)
+    cache = CompressedCache(model, "streamingllm:budget=24:bits=4")
+    assert "<td" in cache._repr_html_(), "an empty cache too"
+    with torch.no_grad():
+        model(torch.ones(1, 96, dtype=torch.long), past_key_values=cache)
+    facts = overview(cache)
+    assert list(facts) == ["method", "tokens read", "tokens stored", "bits", "memory"]
+    assert facts["tokens read"] == "96" and facts["tokens stored"] == "24 a head on average"
+    share = cache.device_bytes / full_bytes(cache.layers)
+    assert facts["bits"] == "keys 4, values 4" and f"{share:.1%} of the full cache's" in facts["memory"]
+    assert cache._repr_html_().count("<tr>") == 5 and "&#x27;" in cache._repr_html_()

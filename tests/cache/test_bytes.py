@@ -26,7 +26,6 @@ FORMULAS = {
     "keyformer:budget=512": BUDGET * (PER_SLOT + 4),
     "snapkv:budget=512": BUDGET * (PER_SLOT + 4),
     "kcenter:budget=512": BUDGET * PER_SLOT,
-    "kcenter:budget=512:weights=count": BUDGET * (PER_SLOT + 4),
     "balancekv:budget=512": BUDGET * PER_SLOT,
     "balancekv:budget=512:den_weight=pow2": BUDGET * (PER_SLOT + 4),
 }

@@ -17,8 +17,10 @@ from kvsketch.integrations.vllm import settings
 from kvsketch.methods import parse_method
 from kvsketch.methods.bits import WORTH, dearest, note_rounding
 from kvsketch.methods.rehearse import Rehearse
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots.codes import FEW, MANY, FewBits, SlotCodes, coded
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import padded, read_pieces, thinned
 
@@ -55,16 +57,18 @@ def test_a_step_of_a_loud_layer_is_bought_first_and_the_budget_holds() -> None:
 def test_the_cost_is_the_error_of_repeated_queries(pad: int) -> None:
     torch.manual_seed(0)
     keys, values, queries = torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16), 3 * torch.randn(1, 4, 90, 16)
-    table = ExactTable(0, 1, bits=FewBits(0, 4))
+    table = SlotTable(LayerContext(0, 1, bits=FewBits(0, 4)))
     table.append(keys, values)
-    table.note(scale=0.3, padding=torch.tensor([pad]) if pad else None)
+    table.forward.scale = 0.3
+    left_padding.give(table, torch.tensor([pad]) if pad else None)
     note_rounding(table, queries)
     keys, values, queries = keys[:, :, pad:], values[:, :, pad:], queries[:, :, pad:]
     asked = torch.linspace(0, 89 - pad, 64).long()
     k, v, q = keys.repeat_interleave(2, 1), values.repeat_interleave(2, 1), queries[:, :, asked]
     rounded = coded(keys, FEW, None).plain().repeat_interleave(2, 1)
     exact, moved = (torch.softmax(0.3 * q @ each.mT, -1) @ v for each in (k, rounded))
-    torch.testing.assert_close(table.rounding, (moved - exact).square().sum() / exact.square().sum(), rtol=1e-4, atol=0)
+    cost = (moved - exact).square().sum() / exact.square().sum()
+    torch.testing.assert_close(table.forward.rounding, cost, rtol=1e-4, atol=0)
 
 
 def test_narrowed_codes_are_nearly_those_of_the_vectors() -> None:
@@ -137,6 +141,18 @@ def test_a_padded_batch_chunks_and_single_tokens(method: str) -> None:
     for cache in (singles, stream):
         assert all(keys in (FEW, MANY) and values == FEW for keys, values in bits_of(cache))
         assert not any(layer.table.stored_bits.auto for layer in cache.slot_layers)
+
+
+def test_a_later_turn_is_streamed_in_one_forward() -> None:
+    """A prompt has chosen the bits, and nothing is left for layers to decide together."""
+    model, ids = loud(), zoo.tokens(1, 200)
+    caches = [CompressedCache(model, "full:bits=auto", prefill="stream", chunk=40) for _ in range(2)]
+    for cache in caches:
+        kvsketch.prefill(model, ids[:, :120], cache)
+    with torch.no_grad():
+        at_once = model(ids[:, 120:], past_key_values=caches[0]).logits[:, -1]
+    torch.testing.assert_close(at_once, kvsketch.prefill(model, ids[:, 120:], caches[1]))
+    assert len(set(bits_of(caches[0]))) == 2
 
 
 def test_crop_reorder_reset_and_a_continued_document() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from typing import Any
 
 import pytest
@@ -13,6 +14,7 @@ from kvsketch import CompressedCache, prefill
 from kvsketch.cache.compaction import Span
 from kvsketch.methods import parse_method
 from kvsketch.methods.waiting import Waiting
+from kvsketch.slots import packing
 from tests.helpers import zoo
 from tests.helpers.common import padded, read_pieces
 
@@ -49,7 +51,7 @@ def contents(cache: Any, row: int = 0) -> list[dict[int, tuple[Tensor, Tensor, f
     """Key, value and weight of each token, for every head of every layer."""
     result = []
     for table in (copy.deepcopy(layer.table) for layer in cache.slot_layers):
-        table.unpack()
+        packing.unpack(table)
         index, keys, values = table.index_slots()[row], table.key_slots()[row], table.value_slots()[row]
         weights = table.log_weights()[1]
         for head in range(len(index)):
@@ -115,15 +117,15 @@ def test_the_best_of_a_span_are_those_of_the_formula(model: Any, ids: Tensor) ->
         q = before.method.queue(table).kept_queries(230)[0, :, 70:]  # type: ignore[attr-defined]
         keys, sinks = table.key_slots()[0, :, 70:230], table.key_slots()[0, :, : before.method.sinks]  # type: ignore[attr-defined]
         shift = 24 + 250 - 70
-        angle = shift * torch.tensor(table.rotary)
+        angle = shift * torch.tensor(table.context.rotary)
         cos, sin = angle.cos(), angle.sin()
         a, b = q.float().chunk(2, -1)
         far = torch.cat([a * cos - b * sin, b * cos + a * sin], -1)
         group = q.shape[0] // keys.shape[0]
         for head in range(keys.shape[0]):
             own = slice(head * group, (head + 1) * group)
-            first, sunk = far[own] @ keys[head].T * table.scale, far[own] @ sinks[head].T * table.scale
-            again = (q[own].float() @ keys[head].T * table.scale).masked_fill(
+            first, sunk = far[own] @ keys[head].T * table.forward.scale, far[own] @ sinks[head].T * table.forward.scale
+            again = (q[own].float() @ keys[head].T * table.forward.scale).masked_fill(
                 torch.ones(160, 160, dtype=torch.bool).triu(1), float("-inf")
             )
             score = torch.cat([first, sunk, again], -1).softmax(-1)[..., :160].amax((0, 1))
@@ -278,6 +280,50 @@ def test_a_repetition_of_spans_is_that_of_the_whole_text(model: Any, ids: Tensor
     for one, two in zip(contents(cache), contents(other), strict=True):
         assert set(one) == set(two)
         assert all(torch.equal(one[at][1], two[at][1]) and one[at][2] == two[at][2] for at in one)
+
+
+@pytest.mark.parametrize("chunk", [2048, 64])
+def test_the_model_repeats_the_span_and_the_tokens_before_it(model: Any, ids: Tensor, chunk: int) -> None:
+    """Piece by piece, each behind the eight tokens before it, wherever in the text it lies."""
+    cache, heard = CompressedCache(model, f"{EXACT}:chunk={chunk}"), []
+    read(model, cache, ids, (0, 250))
+    hook = model.get_input_embeddings().register_forward_pre_hook(lambda _, given: heard.append(given[0]))
+    try:
+        cache.compact([SPANS[1]], EIGHTH, model, ids[:, :250])
+    finally:
+        hook.remove()
+    assert len(heard) == (1 if chunk > 160 else 2)
+    assert torch.equal(heard[0][:, :8], ids[:, 62:70])
+    assert torch.equal(torch.cat([said[:, 8:] for said in heard], 1), ids[:, 70:230])
+    assert all(torch.equal(after[:, :8], before[:, -8:]) for before, after in itertools.pairwise(heard))
+
+
+def test_spans_behind_a_document_are_counted_from_its_beginning(model: Any, ids: Tensor) -> None:
+    document = CompressedCache(model, PLAIN)
+    read(model, document, zoo.tokens(1, 90, seed=3), (0, 90))
+    cache = document.continued()
+    prefill(model, ids[:, :250], cache)
+    for begin, end in ((80, 200), (100, 341)):
+        with pytest.raises(ValueError, match="must lie in the tokens from 90 to 340"):
+            cache.compact([Span("tool", begin, end)], EIGHTH)
+    cache.compact([Span("tool", 160, 220), Span("tool", 240, 320)], EIGHTH)
+    for head in contents(cache):
+        assert set(head) >= set(range(70)) | set(range(130, 150)) | set(range(230, 250))
+    counts = [
+        sum(begin <= at < end for head in contents(cache) for at in head) for begin, end in ((70, 130), (150, 230))
+    ]
+    assert counts == [len(contents(cache)) * kept for kept in (60 // 8, 80 // 8)]
+
+
+@pytest.mark.parametrize("share", ["head", "model"])
+def test_padding_is_no_part_of_a_span(model: Any, share: str) -> None:
+    text, mask = padded(zoo.tokens(2, 300), [0, 40])
+    cache = CompressedCache(model, f"{PLAIN}:share={share}")
+    read(model, cache, text, (0, 250), mask=mask)
+    cache.compact([Span("tool", 0, 200)], EIGHTH)
+    for row, tokens in enumerate((200, 160)):
+        counts = [sum(at < 200 for at in head) for head in contents(cache, row)]
+        assert sum(counts) == len(counts) * tokens // 8 and (share == "model" or set(counts) == {tokens // 8})
 
 
 def test_a_repetition_needs_the_model_its_tokens_and_positions(model: Any, ids: Tensor) -> None:

@@ -13,7 +13,8 @@ from transformers import DynamicCache
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import FED, generate, held, padded, require_angles, thinned, with_budget
 
@@ -176,7 +177,7 @@ def drawn(model: torch.nn.Module, text: str, seed: int) -> list[torch.Tensor]:
         generator = torch.Generator().manual_seed(5)
         keys, values, queries = (torch.randn(2, n * heads, 85, size, generator=generator) for n in (1, 1, 2))
         table = layer.table
-        table.scale = size**-0.5
+        table.forward.scale = size**-0.5
         for part in (slice(0, 80), *(slice(i, i + 1) for i in range(80, 85))):
             layer.method.prepare(table, keys[:, :, part], values[:, :, part])
             table.append(keys[:, :, part], values[:, :, part])
@@ -259,7 +260,7 @@ def test_copies_are_independent(name: str) -> None:
 def test_extreme_logits_stay_finite(name: str, dtype: torch.dtype) -> None:
     """Keys and queries whose inner products reach 1e4, in 16 bits."""
     generator = torch.Generator().manual_seed(0)
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     method = kvsketch.parse_method(with_budget(name, 16))
     direction = torch.randn(64, generator=generator).sign()
     for new in (50, 1, 1, 1):
@@ -267,7 +268,7 @@ def test_extreme_logits_stay_finite(name: str, dtype: torch.dtype) -> None:
         values = torch.randn(1, 2, new, 64, generator=generator).to(dtype)
         queries = (direction * 12.5).expand(1, 4, new, 64).to(dtype)
         table.append(keys, values)
-        table.scale = 1.0
+        table.forward.scale = 1.0
         if new == 1 and not table.exact:
             num = table.log_den if table.log_num is None else table.log_num
             out = kvsketch.ops.weighted_attention(

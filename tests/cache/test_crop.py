@@ -12,6 +12,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import rollback
+from kvsketch.slots.bytes import host_tensors
 from tests.helpers import zoo
 from tests.helpers.common import FED, bounded, generate, padded, thinned, with_budget
 
@@ -19,7 +20,7 @@ METHODS = list(FED)
 BOUNDED = bounded()
 RECALL = [n for n, m in FED.items() if m.family == "recall"]
 SCORED = [name for name, method in FED.items() if method.wants_logits]  # by the attention they receive
-REFUSED = "cannot forget its last {count} tokens.*activate_past_recording"
+REFUSED = "cannot remove its last {count} tokens.*activate_past_recording"
 
 
 def read(model: Any, cache: Any, ids: Tensor, pieces: list[int], mask: Tensor | None = None) -> Tensor:
@@ -51,8 +52,8 @@ def state(cache: CompressedCache) -> list[Any]:
     for layer in cache.layers:
         if layer in cache.slot_layers:
             table = layer.table
-            counters = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
-            held = [table.state.numbers(), table.hot.numbers(), table.tensors(), table.host_tensors(), layer.pending]
+            counters = [table.seen, table.length, table.forward.appended, table.new_tokens, table.prompt_tokens]
+            held = [table.state.numbers(), table.hot.numbers(), table.tensors(), host_tensors(table), layer.pending]
             result += copy.deepcopy([*counters, *held])
         else:
             result += copy.deepcopy([layer.keys, layer.values, layer.get_seq_length()])

@@ -18,8 +18,9 @@ from kvsketch.cache.latent import Absorbed, LatentLayer, expands
 from kvsketch.cache.memory import sizes_of
 from kvsketch.decode.sampling import Draw
 from kvsketch.decode.shared import SharedRows
-from kvsketch.methods import parse_method
+from kvsketch.methods import parse_method, supporting
 from kvsketch.slots.heads import head_share
+from kvsketch.slots.table import stored_vectors
 from tests.cache.test_tensor_parallel import Mesh
 from tests.helpers import zoo
 from tests.helpers.common import generate, held, padded, thinned, with_budget
@@ -164,7 +165,7 @@ def test_codes_of_latents_and_of_rotary_keys_have_the_error_of_their_bits(bits: 
     exact, coded = (CompressedCache(model, method) for method in ("full", f"full:bits={bits}"))
     for cache in (exact, coded):
         fed(model, cache, ids, [300])
-    parts = zip(*(cache.slot_layers[0].table.stored_slots() for cache in (exact, coded)), strict=True)
+    parts = zip(*(stored_vectors(cache.slot_layers[0].table) for cache in (exact, coded)), strict=True)
     for own, held_so in parts:
         error = apart(held_so[:, :, :300], own)
         assert most / 20 < error < most
@@ -222,7 +223,7 @@ def test_methods_see_the_products_of_the_models_own_heads(
     cache.slot_layers[0].recording = "off"
     (query, queries), layer = given[0], cache.slot_layers[0]
     keys = layer.table.key_slots()
-    latents, rotary = layer.table.stored_slots()
+    latents, rotary = stored_vectors(layer.table)
     expanded, _ = model.model.layers[0].self_attn.expand_kv(latents, layer.neighbours(rotary))
     assert torch.allclose(queries @ keys.mT, query @ expanded.mT, rtol=1e-4, atol=1e-4)
     again = CompressedCache(model, with_budget(method, 20))
@@ -404,8 +405,7 @@ def test_methods_that_need_values_of_their_own_are_refused(method: str, reason: 
 
 
 def test_every_method_is_either_served_or_refused_here() -> None:
-    served = {name for name, method in kvsketch.METHODS.items() if not method().no_latents}
-    assert served == {*METHODS, "full", "kvzip"} - {"rehearse:refit=none"}
+    assert {*supporting("latent")} == {*METHODS, "full", "kvzip"} - {"rehearse:refit=none"}
 
 
 def test_angles_are_those_of_slots_of_latents_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -469,7 +469,7 @@ def error_of_latents(model: Any, ids: Tensor, bits: int) -> float:
     exact, coded = (CompressedCache(model, method) for method in ("full", f"full:bits={bits}"))
     for cache in (exact, coded):
         fed(model, cache, ids[:, :80], [80])
-    own, held_so = (cache.slot_layers[0].table.stored_slots()[0][:, :, :80] for cache in (exact, coded))
+    own, held_so = (stored_vectors(cache.slot_layers[0].table)[0][:, :, :80] for cache in (exact, coded))
     return apart(held_so, own)
 
 

@@ -10,7 +10,8 @@ from transformers import LlamaConfig
 
 import kvsketch
 from kvsketch import CompressedCache, prefill
-from kvsketch.cache.memory import USUAL, in_tokens, parsed, sizes_of
+from kvsketch.byte_sizes import parsed
+from kvsketch.cache.memory import USUAL, in_tokens, sizes_of
 from kvsketch.methods.budget import Size
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
@@ -87,15 +88,15 @@ def test_what_would_fit_is_named() -> None:
         ValueError, match=r"memory=1\.00 kB is too little .* with budget=6, which sinks .*smaller sinks"
     ):
         CompressedCache(config, "h2o:sinks=2:recent=4", memory=1000, context=CONTEXT)
-    with pytest.raises(ValueError, match="snapkv:budget=64 both say how much is kept"):
+    with pytest.raises(ValueError, match="snapkv:budget=64 both set the size of the cache"):
         CompressedCache(config, "snapkv:budget=64", memory="1MB")
-    with pytest.raises(ValueError, match="grows beyond any budget"):
+    with pytest.raises(ValueError, match="its tables grow with the text; use form=stream; or leave out memory"):
         CompressedCache(config, "balancekv:form=paper", memory="1MB")
     with pytest.raises(ValueError, match="context=0 and batch=1 must be"):
         CompressedCache(config, "snapkv", memory="1MB", context=0)
     with pytest.raises(ValueError, match="batch='2' must be"):
         CompressedCache(config, "snapkv", memory="1MB", batch="2")  # type: ignore[arg-type]
-    with pytest.raises(ValueError, match="give memory"):
+    with pytest.raises(ValueError, match="need memory"):
         CompressedCache(config, "snapkv", context=CONTEXT)
 
 
@@ -160,7 +161,7 @@ def test_shares_of_tokens_are_those_that_pages_name() -> None:
         dtype=torch.bfloat16,
     )  # fmt: skip
     shares = [str(in_tokens(f"rehearse:bytes={share}", config).budget) for share in ("1/8", "1/16", "1/32")]
-    assert shares == ["41.8%", "25.7%", "13.6%"]  # docs/few_bits.md
+    assert shares == ["41.8%", "25.7%", "13.6%"]  # docs/quantisation.md
 
 
 @pytest.mark.parametrize(
@@ -172,13 +173,13 @@ def test_shares_of_tokens_are_those_that_pages_name() -> None:
         ("snapkv:bytes=3/2", "outside"),
         ("rehearse:bytes=1/5000", r"bytes=1/5000 cannot be had: .* is too little"),
         ("full:bytes=1/8", "unknown parameter 'bytes'"),
-        ("rehearse:bytes=1/8:wait=compact", "grows beyond any budget"),
+        ("rehearse:bytes=1/8:wait=compact", "its tokens wait until they are compacted"),
     ],
 )
 def test_a_share_of_bytes_that_cannot_be_says_why(text: str, said: str) -> None:
     with pytest.raises(ValueError, match=said):
         CompressedCache(zoo.build("llama", **MODEL), text)
-    with pytest.raises(ValueError, match="both say how much"):
+    with pytest.raises(ValueError, match="both set the size of the cache"):
         CompressedCache(zoo.build("llama", **MODEL), "rehearse:bytes=1/8", memory="1MB")
 
 

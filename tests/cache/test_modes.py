@@ -13,6 +13,7 @@ from transformers import DynamicCache
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.slots.bytes import host_tensors
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, with_budget
 
@@ -42,7 +43,7 @@ def read(model: Any, cache: Any, modes: list[Any]) -> Tensor:
 
 
 def tensors(cache: CompressedCache) -> list[Tensor]:
-    return [t for layer in cache.slot_layers for t in (*layer.table.tensors(), *layer.table.host_tensors())]
+    return [t for layer in cache.slot_layers for t in (*layer.table.tensors(), *host_tensors(layer.table))]
 
 
 @pytest.mark.parametrize(("budget", "prefill"), [(16, "exact"), (96, "stream")])

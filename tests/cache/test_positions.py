@@ -22,8 +22,9 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache import rotary
 from kvsketch.cache.chunks import chunk_spans
-from kvsketch.methods import H2O
+from kvsketch.methods import H2O, supporting
 from kvsketch.ops.rotate_keys import reference
+from kvsketch.slots import in_place
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import BUDGET, SCHEDULES, SINKS, step_by_step
 from tests.helpers import zoo
@@ -46,7 +47,7 @@ EXTRA = {
 FAMILIES = sorted([f for f, (kind, _) in zoo.FAMILIES.items() if kind in rotary.FAMILIES] + list(EXTRA))
 # Families whose layers differ, of which those of full attention are compressed.
 DIFFER = ("gemma2", "gemma3", "gpt_oss", "olmo3", "qwen3_5", "qwen3_next")
-PLACED = [n for n, m in kvsketch.METHODS.items() if n != "subgen" and not getattr(m(), "placeless", "-")]
+PLACED = supporting("cache_positions")
 
 
 def build(family: str, **changes: Any) -> Any:
@@ -287,7 +288,7 @@ def test_text_positions_read_the_stored_keys_themselves(name: str) -> None:
 def rotated_by_hand(table: SlotTable) -> Tensor:  # [B, H, S, D] float64
     """The keys at their places, one slot after the other."""
     assert table.index is not None
-    keys, angle = table.key_slots().double().clone(), torch.tensor(table.rotary, dtype=torch.float64)
+    keys, angle = table.key_slots().double().clone(), torch.tensor(table.context.rotary, dtype=torch.float64)
     half = len(angle)
     for b, h in ((b, h) for b in range(keys.shape[0]) for h in range(keys.shape[1])):
         tokens = table.index[b, h].tolist()
@@ -313,7 +314,7 @@ def test_scores_are_the_attention_that_was_paid(
         if table.exact:
             return observe(method, table, queries)
         before = table.state.score.clone()
-        logits = table.scale * queries.unflatten(1, (2, 2)).double() @ rotated_by_hand(table).unsqueeze(2).mT
+        logits = table.forward.scale * queries.unflatten(1, (2, 2)).double() @ rotated_by_hand(table).unsqueeze(2).mT
         token = torch.arange(table.seen - queries.shape[2], table.seen).view(1, 1, 1, -1, 1)
         index = table.index.view(1, 2, 1, 1, -1)
         mass = logits.masked_fill((index < 0) | (index > token), -torch.inf).softmax(-1).sum((2, 3))
@@ -372,7 +373,7 @@ def test_a_saved_cache_goes_on_at_its_places(tmp_path: Path) -> None:
     by_steps(model, cache, ids[:, :40], 30)
     cache.save(tmp_path / "places.kvs")
     loaded = CompressedCache.load(tmp_path / "places.kvs", model)
-    assert loaded.method == cache.method and loaded.slot_layers[0].table.positions.rotated_by
+    assert loaded.method == cache.method and loaded.slot_layers[0].table.context.positions.rotated_by
     for t in range(40, 50):
         pair = [model(ids[:, t : t + 1], past_key_values=each).logits for each in (cache, loaded)]
         assert torch.equal(*pair)
@@ -436,12 +437,12 @@ def test_angles_that_change_with_the_text_are_refused(kind: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("subgen:positions=cache", "subgen: positions=cache is refused.*several slots.*positions=text"),
-        ("balancekv:form=stream:positions=cache", "balancekv: positions=cache is refused.*form=stream"),
-        ("balancekv:form=paper:positions=cache", "balancekv: positions=cache is refused.*form=paper"),
+        ("subgen:positions=cache", "subgen: positions=cache is refused.*several slots.*streamingllm, h2o, snapkv"),
+        ("pyramidkv:positions=cache", "pyramidkv: positions=cache is refused.*measured.*streamingllm, h2o, snapkv"),
+        ("rehearse:positions=cache", "rehearse: positions=cache is refused.*distances in the text"),
         ("streamingllm:positions=place", "positions=place is not valid; use text or cache"),
-        ("quest:positions=cache", "quest: unknown parameter 'positions'"),
-        ("full:positions=cache", "full: unknown parameter 'positions'"),
+        ("quest:positions=cache", "quest: positions=cache is refused.*places in the text.*streamingllm"),
+        ("full:positions=cache", "full: positions=cache is refused.*keeps every token"),
     ],
 )
 def test_methods_without_places_are_refused_by_name(text: str, message: str) -> None:
@@ -505,10 +506,10 @@ def test_replayed_steps_count_and_warn() -> None:
     table = cache.slot_layers[0].table
     table.seen = 39
     with heard(0):
-        table.count_replayed()
+        in_place.count_replayed(table)
     with heard(1):
         for _ in range(5):
-            table.count_replayed()
+            in_place.count_replayed(table)
 
 
 @torch.no_grad()

@@ -129,6 +129,17 @@ MISFITS: dict[str, Any] = {
     "a later state": lambda text, content: content["layers"][0]["table"]["state"].update(version=2),
     "an unknown state": lambda text, content: content["layers"][0]["table"]["state"]["fields"].update(a=1),
     "no description": lambda text, content: content.clear(),
+    "a fraction of a count": lambda text, content: content["layers"][0]["table"].update(settled=12.5),
+    "more decided than read": lambda text, content: content["layers"][0]["table"].update(settled=41),
+    "bits that nobody chooses": lambda text, content: content["layers"][0]["table"].update(chosen_bits=5),
+    "half of the bits": lambda text, content: content["layers"][0]["table"].update(chosen_bits=4.0),
+    "a scale in words": lambda text, content: content["layers"][0]["table"].update(scale="large"),
+    "memory for part of a token": lambda text, content: content["layers"][0]["table"].update(room=99.5),
+    "a fraction of a layer's count": lambda text, content: content["layers"][0]["layer"].update(seen_before=1.5),
+    "a negative count of a layer": lambda text, content: content["layers"][0]["layer"].update(read_before=-1),
+    "another recording": lambda text, content: content["layers"][0]["layer"].update(recording="maybe"),
+    "a seed that is no number": lambda text, content: content["options"].update(seed=0.5),
+    "part of a text": lambda text, content: content["read"].update(tokens=1.5),
 }
 
 

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from kvsketch import CompressedCache
 from kvsketch.cache.saving import sealed_file
 from kvsketch.slots.checks import require_ranges, require_shapes
+from kvsketch.slots.codes import coded
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_saving import RECALL, VARIANTS, read, step
 from tests.helpers import zoo
@@ -22,7 +23,7 @@ MORE = [
     "balancekv:budget=24:sinks=2:recent=4:form=stream:block=8",
     "balancekv:budget=24:sinks=2:recent=4:form=paper:block=8",
     "subgen:budget=16:sinks=2:recent=4:normalizer=clipped",
-    "infinigen:budget=16:skip_layers=0:speculate=previous",
+    "infinigen:budget=16:skip_layers=0",
     *(method.replace("budget=16", "budget=40%") + ":offload=host" for method in RECALL),
     "kcenter:budget=30%:sinks=2:recent=4",
 ]
@@ -67,6 +68,11 @@ def test_numbers_that_point_to_nothing_are_refused(method: str, tmp_path: Path) 
                 CompressedCache.load(path, model)
 
 
+def doubled(x: torch.Tensor) -> torch.Tensor:
+    """Vectors that are twice as wide."""
+    return torch.cat([x, x], -1)
+
+
 def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
     clusterkv = next(method for method in RECALL if method.startswith("clusterkv"))
     offloaded = f"{clusterkv}:offload=host"
@@ -94,7 +100,11 @@ def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
         "queries of other heads": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[:, :3])),
         "shorter queries": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries[..., 2:])),
         "queries in another dtype": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries.float())),
-        "whole numbers as keys": ("full", lambda t: setattr(t, "keys", t.keys.moved(torch.Tensor.long))),
+        "wider values": ("full", lambda t: t.parts.update(values=t.values.moved(doubled))),
+        "wider keys": ("h2o:budget=16:recent=4", lambda t: t.parts.update(keys=t.keys.moved(doubled))),
+        "wider values in few bits": (
+            "h2o:budget=16:recent=4:bits=8", lambda t: t.parts.update(values=coded(doubled(t.value_slots()), 8, None))),
+        "whole numbers as keys": ("full", lambda t: t.parts.update(keys=t.keys.moved(torch.Tensor.long))),
     }  # fmt: skip
 
 

@@ -209,7 +209,7 @@ def test_nothing_is_left_after_a_forward(name: str, drafting: bool, monkeypatch:
         monkeypatch.setattr(LayerView, "finish", noting)
         for token in ids[:, 40:].split(1, 1):
             model(token, past_key_values=cache)
-            assert all(layer.table.row_logits is None for layer in cache.slot_layers)
+            assert all(layer.table.forward.row_logits is None for layer in cache.slot_layers)
             assert cache.device_bytes == size
         assert [had for _, had in left] == [True] * 4
         assert all(view.row_logits is None for view, _ in left)
@@ -223,7 +223,7 @@ def test_a_failing_method_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch)
     cache = CompressedCache(model, with_budget("h2o", 16))
 
     def fail(method: Any, table: SlotTable, queries: Tensor) -> None:
-        assert table.row_logits is not None
+        assert table.forward.row_logits is not None
         raise RuntimeError("out of memory")
 
     with torch.no_grad():
@@ -231,4 +231,4 @@ def test_a_failing_method_leaves_nothing_either(monkeypatch: pytest.MonkeyPatch)
         monkeypatch.setattr(kvsketch.METHODS["h2o"], "compress", fail)
         with pytest.raises(RuntimeError, match="out of memory"):
             model(ids[:, 40:], past_key_values=cache)
-    assert cache.slot_layers[0].table.row_logits is None
+    assert cache.slot_layers[0].table.forward.row_logits is None

@@ -89,6 +89,8 @@ def test_one_forward_and_many_leave_the_same_cache(method: str) -> None:
         "snapkv:budget=16:window=4:share=model",
         "h2o:budget=16:sinks=2:recent=4:share=model",
         "kvzip:budget=16:sinks=2",
+        "full:bits=auto",
+        "snapkv:budget=16:window=4:bits=auto",
     ],
 )
 def test_a_stream_of_layers_that_decide_together_is_refused_in_one_forward(method: str) -> None:

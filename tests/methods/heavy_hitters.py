@@ -12,7 +12,8 @@ from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import Noise, reference
 from kvsketch.ops.random import gumbel
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 
 
 @dataclass
@@ -38,9 +39,9 @@ def random_stream(chunks: list[int], batch: int = 1, heads: int = 2, group: int 
 
 def tables(method: H2O, stream: Stream, padding: list[int] | None = None, seed: int = 0) -> Iterator[SlotTable]:
     """The table of one layer after each chunk."""
-    table = ExactTable(layer_idx=1, num_layers=2, seed=seed)
+    table = SlotTable(LayerContext(layer_idx=1, num_layers=2, seed=seed))
     table.padding = None if padding is None else torch.tensor(padding)
-    table.scale = stream.scale
+    table.forward.scale = stream.scale
     for size, end in zip(stream.chunks, stream.ends, strict=True):
         keys = stream.keys[:, :, end - size : end]
         table.append(keys, keys)

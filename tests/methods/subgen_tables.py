@@ -24,14 +24,14 @@ def feed(table: SlotTable, method: SubGen, keys: Tensor, values: Tensor, chunks:
     start = 0
     for chunk in chunks:
         table.append(keys[:, :, start : start + chunk], values[:, :, start : start + chunk])
-        table.scale = SIZE**-0.5
+        table.forward.scale = SIZE**-0.5
         method.compress(table, keys[:, :, start : start + chunk])
         start += chunk
 
 
 def read(table: SlotTable, query: Tensor, clip: float | None = None) -> Tensor:
     return ops.weighted_attention(
-        query, table.key_slots(), table.value_slots(), *table.log_weights(), table.scale, clip=clip
+        query, table.key_slots(), table.value_slots(), *table.log_weights(), table.forward.scale, clip=clip
     )
 
 

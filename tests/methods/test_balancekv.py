@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Uniform, parse_method
 from kvsketch.methods.balancekv.blocks import _strict_half, _weighted_half
-from kvsketch.slots.table import NEG_INF, ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.parts import NEG_INF
+from kvsketch.slots.table import SlotTable
 
 LN2 = math.log(2.0)
 SCALE = 0.25
@@ -24,13 +26,13 @@ OTHER_WEIGHTS = ("", ":den_weight=same", ":den_weight=pow2")
 def feed(method: Any, table: SlotTable, count: int, seed: int = 0, size: int = 16) -> None:
     generator = torch.Generator().manual_seed(1000 * seed + table.seen)
     keys, values = (torch.randn(2, 2, count, size, generator=generator) for _ in range(2))
-    table.scale = SCALE
+    table.forward.scale = SCALE
     table.append(keys, values)
     method.compress(table, torch.randn(2, 4, count, size, generator=generator))
 
 
 def filled(method: Any, count: int, seed: int = 0) -> SlotTable:
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(method, table, count, seed)
     return table
 
@@ -98,7 +100,7 @@ def test_halves_are_those_of_the_definitions(count: int) -> None:
 
 def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
     """Of two alike tokens one stays, each about half of the time: 400 tosses, 6 standard deviations."""
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     table.append(torch.ones(1, 400, 4, 8), torch.ones(1, 400, 4, 8))
     method = BalanceKV(budget=3, sinks=1, recent=1)
     method.compress(table, torch.ones(1, 400, 4, 8))
@@ -112,8 +114,8 @@ def test_neither_the_older_nor_the_newer_of_a_pair_is_favoured() -> None:
 
 def kept(method: BalanceKV, keys: Tensor, values: Tensor, scale: float = SCALE) -> Tensor:
     """The tokens that stay of a prompt, [B, H, S]."""
-    table = ExactTable(0, 1)
-    table.scale = scale
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale = scale
     table.append(keys, values)
     method.compress(table, torch.zeros(keys.shape[0], 2 * keys.shape[1], keys.shape[2], keys.shape[3]))
     return table.index_slots()
@@ -260,10 +262,10 @@ def test_seeds() -> None:
 
 
 def test_large_keys_stay_finite() -> None:
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(1, 2, 400, 128, generator=generator)
-    table.scale = 128**-0.5
+    table.forward.scale = 128**-0.5
     table.append((keys / keys.norm(dim=-1, keepdim=True) * 60).bfloat16(), keys.bfloat16())
     BalanceKV(budget=128).compress(table, keys)
     assert table.stored() == 128
@@ -334,8 +336,8 @@ def test_no_mass_is_lost_in_500_steps(options: dict[str, Any]) -> None:
     generator = torch.Generator().manual_seed(0)
     keys = (torch.randn(1, 2, 700, 8, generator=generator) + 8 * torch.randn(8, generator=generator)).bfloat16()
     values = torch.randn(1, 2, 700, 8, generator=generator).bfloat16()
-    table = ExactTable(0, 1)
-    table.scale = SCALE
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale = SCALE
     for start, end in [(0, 200), *((i, i + 1) for i in range(200, 700))]:
         table.append(keys[:, :, start:end], values[:, :, start:end])
         method.compress(table, keys[:, :, start:end])
@@ -392,8 +394,8 @@ def clustered(seed: int) -> tuple[Tensor, Tensor, Tensor]:
 
 def error(method: Any, seed: int) -> float:
     k, v, q = clustered(seed)
-    table = ExactTable(0, 1)
-    table.scale = 1 / 8
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale = 1 / 8
     table.append(k, v)
     method.compress(table, q)
     num = table.log_den if table.log_num is None else table.log_num
@@ -425,8 +427,8 @@ def test_both_sums_are_right_in_the_mean(options: dict[str, Any]) -> None:
     exact = (q @ k.mT / 8).exp()
     num = den = torch.zeros(())
     for seed in range(10):
-        table = ExactTable(0, 1, seed)
-        table.scale = 1 / 8
+        table = SlotTable(LayerContext(0, 1, seed))
+        table.forward.scale = 1 / 8
         table.append(k, v)
         BalanceKV(budget=64 + (2048 - 64) // 8, **options).compress(table, q)
         assert table.log_den is not None
@@ -455,9 +457,9 @@ def test_the_quality_check_rejects_coin_flips(monkeypatch: pytest.MonkeyPatch) -
 
 def test_default_windows_shrink_with_a_small_budget() -> None:
     small = parse_method("balancekv:budget=64")
-    assert (small.sinks, str(small.recent)) == (8, "8")
+    assert small.exact_tokens(64) == (8, 8)
     assert str(parse_method(str(small))) == str(small)
-    assert parse_method("balancekv:budget=64:recent=32").sinks == 8
+    assert parse_method("balancekv:budget=64:recent=32").exact_tokens(64)[0] == 8
     with pytest.raises(ValueError, match="cannot hold 33 sinks"):
         parse_method("balancekv:budget=64:sinks=33:recent=40")
 

@@ -13,7 +13,9 @@ from torch import Tensor
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import BalanceKV, parse_method
 from kvsketch.methods.balancekv.stream import ZERO_VALUE, first_batch, shares
-from kvsketch.slots.table import NEG_INF, ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.parts import NEG_INF
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
@@ -33,8 +35,8 @@ def tokens(count: int, seed: int = 0, size: int = 16) -> tuple[Tensor, Tensor, T
 
 def stream(method: BalanceKV, count: int, chunks: list[int] | None = None) -> SlotTable:
     keys, values, queries = tokens(count)
-    table, start = ExactTable(0, 1), 0
-    table.scale = SCALE
+    table, start = SlotTable(LayerContext(0, 1)), 0
+    table.forward.scale = SCALE
     for chunk in chunks or [count]:
         part = slice(start, start + chunk)
         table.append(keys[:, :, part], values[:, :, part])
@@ -112,8 +114,8 @@ def test_both_sums_are_close_to_the_exact_ones() -> None:
     )
     values = values + 1.0
     queries = torch.nn.functional.normalize(torch.randn(1, 1, 50, 16, generator=generator), dim=-1)
-    table = ExactTable(0, 1)
-    table.scale = SCALE
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale = SCALE
     table.append(keys, values)
     BalanceKV(form="paper", block=128, sinks=4, recent=8).compress(table, queries)
     weights = (SCALE * queries @ table.key_slots().mT).exp()
@@ -146,8 +148,8 @@ def test_both_sums_represent_every_token(form: str, steps: int) -> None:
     exact = (SCALE * queries @ keys.mT).exp()
     num_ratios, den_ratios = [], []
     for seed in range(4):
-        table, method = ExactTable(0, 1, seed), parse_method(f"balancekv:form={form}:sinks=4:recent=8")
-        table.scale = SCALE
+        table, method = SlotTable(LayerContext(0, 1, seed)), parse_method(f"balancekv:form={form}:sinks=4:recent=8")
+        table.forward.scale = SCALE
         for start, end in [(0, 1500), *((i, i + 1) for i in range(1500, count))]:
             table.append(keys[:, :, start:end], values[:, :, start:end])
             method.compress(table, queries[:, :, : min(20, end - start)])
@@ -179,8 +181,8 @@ def test_no_weight_is_lost_with_keys_as_models_have_them(budget: int, times: flo
     keys, values, queries = (torch.randn(1, 2, 1324, 64, generator=generator).bfloat16() for _ in range(3))
     keys = keys + times * torch.randn(1, 2, 1, 64, generator=generator).bfloat16()
     values = values * 2.0 ** (0.5 * torch.randn(1, 2, 1324, 1, generator=generator)).bfloat16()
-    table, method = ExactTable(0, 1), parse_method(f"balancekv:form=stream:budget={budget}")
-    table.scale = 64**-0.5
+    table, method = SlotTable(LayerContext(0, 1)), parse_method(f"balancekv:form=stream:budget={budget}")
+    table.forward.scale = 64**-0.5
     for start, end in [(0, 1024), *((i, i + 1) for i in range(1024, 1324))]:
         table.append(keys[:, :, start:end], values[:, :, start:end])
         method.compress(table, queries[:, :, start:end])
@@ -198,8 +200,8 @@ def test_negligible_buckets_go_and_change_nothing_that_matters() -> None:
     values[:, :, ::2] *= 1e-6
     outputs, numbers = [], []
     for epsilon in (0.5, 1e-9):
-        table = ExactTable(0, 1)
-        table.scale = SCALE
+        table = SlotTable(LayerContext(0, 1))
+        table.forward.scale = SCALE
         table.append(keys, values)
         BalanceKV(form="paper", block=64, sinks=4, recent=8, epsilon=epsilon).compress(table, keys)
         outputs.append(
@@ -212,6 +214,35 @@ def test_negligible_buckets_go_and_change_nothing_that_matters() -> None:
     bound = 0.5 * exact.norm(dim=-1) * values.norm()
     assert ((outputs[0] - outputs[1]).norm(dim=-1) < bound).all()
     assert (outputs[0] - outputs[1]).norm(dim=-1).max() < 1e-5
+
+
+def halved(shift: float = 0.0, scale: float = SCALE, **options: Any) -> list[list[tuple[int, int]]]:
+    """What both sums hold of keys that all lie `shift` away in every coordinate.
+
+    Keys are eighths and batches powers of two: their means are exact.
+    """
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randint(-8, 9, (1, 2, 300, 16), generator=generator) / 8 + shift
+    values = torch.nn.functional.normalize(torch.randn(1, 2, 300, 16, generator=generator), dim=-1)
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale = scale
+    table.append(keys, values)
+    BalanceKV(sinks=4, recent=8, **options).compress(table, keys)
+    assert table.log_num is not None and table.log_den is not None
+    return contents(table, table.log_num) + contents(table, table.log_den)
+
+
+@pytest.mark.parametrize("form", [{"form": "stream", "budget": 80}, {"form": "paper", "block": 32}])
+def test_what_all_keys_have_in_common_is_taken_off_only_where_centered(form: dict[str, Any]) -> None:
+    """exp(scale <k - mean, l - mean>) does not know where the keys lie."""
+    assert halved(shift=2.0, **form) == halved(**form)
+    assert halved(shift=2.0, center=False, **form) != halved(center=False, **form)
+
+
+@pytest.mark.parametrize("form", [{"form": "stream", "budget": 80}, {"form": "paper", "block": 32}])
+def test_a_temperature_is_another_scale_of_the_walk(form: dict[str, Any]) -> None:
+    """It balances exp(temp scale <k, l>)."""
+    assert halved(temp=0.25, scale=1.0, **form) == halved(temp=1.0, scale=0.25, **form) != halved(scale=1.0, **form)
 
 
 def test_theory_preset_runs_without_failing() -> None:
@@ -232,7 +263,7 @@ def test_rho_bounds_the_quotient_of_the_two_sums(form: str) -> None:
             for layer in cache.slot_layers:
                 assert layer.table.log_num is not None and not torch.equal(layer.table.log_num, layer.table.log_den)
                 if rho == "own":
-                    layer.table.log_den = layer.table.log_num.clone()
+                    layer.table.parts["log_den"] = layer.table.log_num.clone()
             # One token reads the slots by one kernel, a chunk of them by another.
             chunk = copy.deepcopy(cache)
             logits[rho] = [

@@ -13,7 +13,8 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
 
@@ -42,7 +43,7 @@ def test_shares_round_trip_and_never_round_to_nothing(a: int, b: int, whole: int
 )  # fmt: skip
 def test_rows_of_a_batch_get_what_they_get_alone(name: str, percent: int, prompts: list[int], layer: int) -> None:
     """The device computes the budgets of left-padded rows, the host that of a row alone."""
-    method, table = kvsketch.parse_method(f"{name}:budget={percent}%"), ExactTable(layer, 8)
+    method, table = kvsketch.parse_method(f"{name}:budget={percent}%"), SlotTable(LayerContext(layer, 8))
     assert isinstance(method, BudgetedMethod)
     together = method.allot(table, torch.tensor(prompts).view(-1, 1, 1))
     alone = [method.allot(table, prompt) for prompt in prompts]

@@ -14,7 +14,9 @@ import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
 from kvsketch.methods.clusterkv import clusters
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots import rollback
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 
@@ -35,8 +37,8 @@ class Run:
     """A table that a method indexes, beside all its keys and values."""
 
     def __init__(self, method: ClusterKV, tokens: int, batch: int = 1, padding: list[int] | None = None) -> None:
-        self.method, self.table = method, ExactTable(0, 1, seed=5)
-        self.table.scale = SIZE**-0.5
+        self.method, self.table = method, SlotTable(LayerContext(0, 1, seed=5))
+        self.table.forward.scale = SIZE**-0.5
         self.padding = padding or [0] * batch
         self.keys = self.values = normal(batch, HEADS, 0, SIZE)
         self.grow(tokens)
@@ -100,7 +102,7 @@ def brute_force(run: Run, query: Tensor, completion: bool) -> tuple[Tensor, list
                 weight = float(torch.tensor(float(len(rest))).log())
                 slots.append((keys[cluster].mean(0), values[rest].mean(0), weight))
         k, v, w = (torch.stack([torch.as_tensor(s[i], device=DEVICE) for s in slots]).double() for i in range(3))
-        outputs.append((run.table.scale * k @ q + w).softmax(0) @ v)
+        outputs.append((run.table.forward.scale * k @ q + w).softmax(0) @ v)
         chosen.append(read)
     return torch.stack(outputs), chosen
 
@@ -148,13 +150,13 @@ def test_completion_is_exact_where_the_keys_of_a_cluster_are_equal(
     points = normal(1, HEADS, 12, SIZE, seed=3).repeat_interleave(10, 2)
     keys = torch.cat([normal(1, HEADS, 3, SIZE, seed=4), points], 2).to(dtype)
     values = normal(1, HEADS, 123, SIZE, seed=5).to(dtype)
-    table = ExactTable(0, 1)
-    table.scale = SIZE**-0.5
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale = SIZE**-0.5
     table.append(keys, values)
     method.compress(table, normal(1, HEADS * GROUP, 123, SIZE).to(dtype))
     assert table.state.sizes[:, :, :12].eq(10).all(), "every run of equal keys is a cluster"
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9).to(dtype)
-    expected = ops.weighted_attention(query.float(), keys.float(), values.float(), None, None, table.scale)
+    expected = ops.weighted_attention(query.float(), keys.float(), values.float(), None, None, table.forward.scale)
     out = method.attend(table, query)
     assert out is not None
     torch.testing.assert_close(out.float(), expected, atol=tolerance, rtol=tolerance)
@@ -185,14 +187,16 @@ def test_a_group_can_share_its_choice(reads: list[dict[str, Any]]) -> None:
 def test_a_shared_choice_weighs_clusters_as_attention_does(reads: list[dict[str, Any]]) -> None:
     """Heads add up exp(scale <q, centroid>), normalised over the clusters that hold tokens."""
     run = Run(ClusterKV(**SMALL, share_in_group=True), 120)
-    run.table.scale = 0.05
+    run.table.forward.scale = 0.05
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9) * 20
     run.attend(query)
     for kv in range(HEADS):
         clusters, keys = run.clusters(0, kv), run.keys[0, kv].double()
         centroids = torch.stack([keys[cluster].mean(0) for cluster in clusters])
         mass = (
-            (run.table.scale * query[0, kv * GROUP : kv * GROUP + GROUP, 0].double() @ centroids.T).softmax(-1).sum(0)
+            (run.table.forward.scale * query[0, kv * GROUP : kv * GROUP + GROUP, 0].double() @ centroids.T)
+            .softmax(-1)
+            .sum(0)
         )
         best = [token for c in mass.argsort(descending=True).tolist() for token in clusters[c]]
         assert set(reads[0]["rows"][0, kv].tolist()) == set(best[:21])
@@ -205,6 +209,21 @@ def test_one_key_per_cluster_finds_the_true_top_tokens(reads: list[dict[str, Any
     for head, rows in enumerate(reads[0]["rows"][0].tolist()):
         scores = run.keys[0, head // GROUP, 3:] @ query[0, head, 0]
         assert set(rows) == {i + 3 for i in scores.topk(21).indices.tolist()}
+
+
+@pytest.mark.parametrize("metric", ["cosine", "l2"])
+def test_keys_lie_in_the_cluster_that_is_best_by_the_metric(metric: str) -> None:
+    """After rounds enough, by the metric that was asked for and by no other."""
+    run = Run(ClusterKV(**{**SMALL, "rounds": 60}, metric=metric), 120)
+    misplaced = {"cosine": 0, "l2": 0}
+    for head in range(HEADS):
+        clusters, keys = run.clusters(0, head), run.keys[0, head].double()
+        centroids = torch.stack([keys[cluster].mean(0) for cluster in clusters])
+        for number, cluster in enumerate(clusters):
+            cosines = torch.nn.functional.cosine_similarity(keys[cluster, None], centroids[None], dim=-1)
+            misplaced["cosine"] += int((cosines.argmax(-1) != number).sum())
+            misplaced["l2"] += int((torch.cdist(keys[cluster], centroids).argmin(-1) != number).sum())
+    assert misplaced.pop(metric) == 0 and min(misplaced.values()) > 0
 
 
 def test_within_the_budget_nothing_is_indexed() -> None:
@@ -238,7 +257,7 @@ def test_a_second_turn_is_clustered_as_a_prompt_is() -> None:
 
 def test_cropped_tokens_leave_the_index() -> None:
     run = Run(ClusterKV(**SMALL), 60)
-    run.table.drop_newest(5)
+    rollback.drop_newest(run.table, 5)
     run.keys, run.values = run.keys[:, :, :55], run.values[:, :, :55]
     run.grow(1)
     assert tokens_of(run.clusters(0, 0)) == list(range(3, 56))
@@ -251,7 +270,7 @@ def test_a_row_with_fewer_tokens_than_sinks() -> None:
         run.grow(1)
     query = normal(2, HEADS * GROUP, 1, SIZE, seed=9)
     alone = run.keys[1:, :, 35:], run.values[1:, :, 35:]
-    expected = ops.weighted_attention(query[1:], *alone, None, None, run.table.scale)
+    expected = ops.weighted_attention(query[1:], *alone, None, None, run.table.forward.scale)
     torch.testing.assert_close(run.attend(query)[1:], expected, atol=1e-5, rtol=1e-4)
 
 
@@ -298,7 +317,7 @@ def test_slots_in_few_bits_lie_cluster_by_cluster(
             if offload == "none":
                 assert torch.equal(table.index_slots()[0, :, :94], state.order[0, :, :94].long())
         query = normal(2, 4, 1, 8, seed=3)
-        logits.append(table.scale * cache.method.rows_chosen(table, query).sort(-1).values)
+        logits.append(table.forward.scale * cache.method.rows_chosen(table, query).sort(-1).values)
         cache.reorder_cache(torch.tensor([1, 0], device=DEVICE))
         cache.save(tmp_path / "cache")
         cache = CompressedCache.load(tmp_path / "cache", model)

@@ -10,8 +10,11 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.methods.divide import largest, mixed
+from kvsketch.methods.divide import capacities, claim, largest, mixed
+from kvsketch.methods.h2o import H2O
 from kvsketch.methods.received import Scores
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces, with_budget
 
@@ -65,6 +68,34 @@ def test_the_largest() -> None:
     worth = torch.tensor([[3.0, 1.0, float("-inf"), 1.0], [0.0, -1.0, 5.0, 2.0]])
     assert largest(worth, torch.tensor([[2], [3]])).tolist() == [[True, True, False, False], [True, False, True, True]]
     assert largest(worth, torch.tensor([[9], [0]])).sum(-1).tolist() == [3, 0]
+
+
+def slots_of(method: H2O, scores: torch.Tensor, padding: list[int]) -> torch.Tensor:
+    """How many slots each head gets, [B, H], of a table whose tokens have these scores [B, H, n]."""
+    table = SlotTable(LayerContext(0, 1))
+    table.append(*torch.zeros(2, *scores.shape, 4))
+    table.padding = torch.tensor(padding)
+    return capacities([table], [claim(table, scores, method)], Fraction(0))[0]
+
+
+def test_scores_of_tokens_that_stay_anyway_win_no_slots() -> None:
+    """Whatever the first three and the last four are worth, heads divide the rest by the others' scores."""
+    scores = torch.rand(2, 3, 40, generator=torch.Generator().manual_seed(0))
+    method, padding = H2O(budget=16, sinks=3, recent=4), [0, 5]
+    expected = slots_of(method, scores, padding)
+    assert expected.sum(1).tolist() == [48, 48] and len(set(expected.flatten().tolist())) > 1
+    for row, pad in enumerate(padding):
+        for stays in (slice(pad, pad + 3), slice(36, 40)):
+            changed = scores.clone()
+            changed[row, 0, stays], changed[row, 1, stays] = 9.0, -9.0
+            assert torch.equal(slots_of(method, changed, padding), expected)
+
+
+def test_a_row_whose_budget_is_smaller_than_what_would_stay_keeps_to_it() -> None:
+    """A fifth of the ten tokens of the second row are two, where four sinks would stay."""
+    scores = torch.rand(2, 3, 40, generator=torch.Generator().manual_seed(0))
+    slots = slots_of(H2O(budget="20%", sinks=4, recent=1), scores, [0, 30])
+    assert slots[0].sum() == 3 * 8 and slots[1].tolist() == [2, 2, 2]
 
 
 @pytest.mark.parametrize("name", ["snapkv", "h2o", "keyformer", "pyramidkv"])

@@ -56,7 +56,7 @@ class Seen(Expected):
     """Notes what it was given."""
 
     def score(self, table: Any, queries: Tensor) -> None:
-        seen.append((queries.clone(), table.key_slots().clone(), table.value_slots().clone(), table.rotary))
+        seen.append((queries.clone(), table.key_slots().clone(), table.value_slots().clone(), table.context.rotary))
         super().score(table, queries)
 
 

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods import parse_method
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 
 SCALE = 0.25
 
@@ -31,8 +32,8 @@ def clustered(count: int, seed: int, size: int = 16) -> tuple[Tensor, Tensor, Te
 def epsilon(method: str, seed: int, norm: str, count: int = 4096) -> float:
     """The error of a method in what its theorem measures it in, root mean square over queries."""
     keys, values, queries = clustered(count, seed)
-    table = ExactTable(0, 1, seed)
-    table.scale = SCALE
+    table = SlotTable(LayerContext(0, 1, seed))
+    table.forward.scale = SCALE
     table.append(keys, values)
     parse_method(method).compress(table, queries)
     given = (table.key_slots(), table.value_slots(), *table.log_weights())

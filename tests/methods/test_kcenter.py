@@ -9,7 +9,8 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import KCenter
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
@@ -27,7 +28,7 @@ def feed(table: SlotTable, method: KCenter, keys: Tensor) -> None:
 
 
 def compressed(method: KCenter, keys: Tensor) -> SlotTable:
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(table, method, keys)
     return table
 
@@ -74,7 +75,7 @@ def test_centers_are_distinct_begin_with_the_first_token_and_are_in_order() -> N
 def test_a_budget_for_everything_keeps_everything() -> None:
     """k = n: no token goes, and attention over the bounded table is exact attention."""
     keys = normal(2, HEADS, 40, SIZE)
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     table.padding = torch.tensor([0, 13], device=DEVICE)
     method = KCenter(budget=39, recent=10)
     feed(table, method, keys)
@@ -83,7 +84,7 @@ def test_a_budget_for_everything_keeps_everything() -> None:
     out = ops.weighted_attention(query, table.key_slots(), table.value_slots(), table.log_den, table.log_den, 1.0)
     exact = ops.weighted_attention(query, keys[:, :, 13:], keys[:, :, 13:], None, None, 1.0)
     torch.testing.assert_close(out[1], exact[1], atol=1e-5, rtol=1e-5)
-    whole = ExactTable(0, 1)
+    whole = SlotTable(LayerContext(0, 1))
     feed(whole, KCenter(budget=40, recent=10), keys)
     assert whole.exact
 
@@ -109,7 +110,7 @@ def test_the_window_slides_over_fixed_centers() -> None:
 
 def test_a_short_prompt_fills_up_before_it_slides() -> None:
     keys = normal(1, 1, 60, SIZE)
-    table, method = ExactTable(0, 1), KCenter(budget=16, recent=6)
+    table, method = SlotTable(LayerContext(0, 1)), KCenter(budget=16, recent=6)
     feed(table, method, keys[:, :, :5])
     for now in range(5, 60):
         feed(table, method, keys[:, :, now : now + 1])
@@ -150,41 +151,8 @@ def test_a_second_turn_chooses_among_what_is_left() -> None:
     assert kept(table) == sorted(left[i] for i in expected) + list(range(122, 130))
 
 
-def test_counts_add_up_to_the_tokens_they_stand_for() -> None:
-    keys = normal(1, HEADS, 150, SIZE)
-    method = KCenter(budget=20, recent=8, weights="count")
-    table = compressed(method, keys[:, :, :60])
-    assert table.log_den is not None
-    for head in range(HEADS):
-        tokens, weight = kept(table, head), table.log_den[0, head].exp()
-        nearest = torch.cdist(keys[0, head, :52], keys[0, head, tokens[:12]]).argmin(-1)
-        assert weight[:12].round().long().tolist() == nearest.bincount(minlength=12).tolist()
-        assert weight[12:20].tolist() == [1.0] * 8
-    feed(table, method, keys[:, :, 60:150])
-    total = table.log_den.exp().sum(-1)
-    torch.testing.assert_close(total, torch.full_like(total, 150.0)), "a second turn hands the counts on"
-    plain = compressed(KCenter(budget=20, recent=8), keys[:, :, :60])
-    assert plain.log_den is not None and set(plain.log_den[0, 0, :-1].tolist()) == {0.0}
-
-
-def test_count_weights_are_exact_for_repeated_tokens() -> None:
-    """Ten copies each of six tokens: six centers of weight ten give exact attention, centers of weight one do not."""
-    different = normal(1, 1, 6, SIZE)
-    keys = different.repeat(1, 1, 10, 1)
-    keys = torch.cat([keys, normal(1, 1, 4, SIZE, seed=3)], 2)
-    keys[:, :, 1:60:6] = keys[:, :, :1]
-    query = normal(1, 1, 1, SIZE, seed=9)
-    exact = ops.weighted_attention(query, keys, keys, None, None, 1.0)
-    errors = {}
-    for weights in ("count", "none"):
-        table = compressed(KCenter(budget=9, recent=4, weights=weights), keys)
-        out = ops.weighted_attention(query, table.key_slots(), table.value_slots(), table.log_den, table.log_den, 1.0)
-        errors[weights] = float((out - exact).norm() / exact.norm())
-    assert errors["count"] < 1e-5 < 1e-2 < errors["none"]
-
-
 @pytest.mark.parametrize(
-    "method", ["kcenter:budget=25%", "kcenter:budget=30:recent=30%:weights=count", "kcenter:budget=20:form=coarse"]
+    "method", ["kcenter:budget=25%", "kcenter:budget=30:recent=30%", "kcenter:budget=20:form=coarse"]
 )
 def test_rows_of_a_batch_choose_as_if_alone(method: str) -> None:
     """Windows and budgets that are shares follow each row's own length; a row that fits whole stays whole."""
@@ -203,7 +171,7 @@ def test_rows_of_a_batch_choose_as_if_alone(method: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("kcenter:weights=mean", "weights=mean is not valid; use none or count"),
+        ("kcenter:weights=count", "weights=count is refused, it always means none"),
         ("kcenter:form=fast", "form=fast is not valid; use exact or coarse"),
         ("kcenter:budget=10:recent=10", "budget=10 cannot hold 1 sinks and a recent window of 10"),
         ("kcenter:slide=maybe", "is not a yes or no"),

@@ -11,7 +11,9 @@ from kvsketch import CompressedCache
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.keyformer import Keyformer
 from kvsketch.ops.attention_mass import reference
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots import rollback
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
 from tests.methods.heavy_hitters import Stream, kept, random_stream, simulate, tables
@@ -63,9 +65,17 @@ def test_temperature_schedule() -> None:
         assert float(tau) == pytest.approx(1.0 + min(generated, 8) / 8)
 
 
+def test_rows_that_share_a_table_count_from_their_own_prompts() -> None:
+    table = SlotTable(LayerContext(0, 1))
+    table.append(*torch.randn(2, 2, 1, 20, 4))
+    table.prompts = torch.tensor([12, 18])
+    temperature = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=16).temperature(table)
+    assert reference.temperature_at(temperature, table.seen, torch.device("cpu")).tolist() == [1.5, 1.125]
+
+
 def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
     """The temperature counts generated tokens, those of a draft that are kept among them, from the last prompt."""
-    method, table = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=8), ExactTable(0, 1)
+    method, table = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=8), SlotTable(LayerContext(0, 1))
 
     def tau() -> float:
         return float(reference.temperature_at(method.temperature(table), table.seen, torch.device("cpu")))
@@ -80,7 +90,7 @@ def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
     before = table.prompt_tokens
     append(4)
     # As a layer does when a part of a draft is rolled back.
-    table.drop_newest(2)
+    rollback.drop_newest(table, 2)
     table.prompt_tokens = before
     assert tau() == 1.0 + 3 / 8
     append(5)
@@ -139,6 +149,24 @@ def test_a_hot_generated_token_becomes_a_key_token(compat: str, stays: bool) -> 
     last = hot + WINDOW
     assert all(seen_by_next[end] for end in range(hot + 1, last))
     assert all(seen_by_next[end] == stays for end in range(last, PROMPT + STEPS + 1))
+
+
+def test_official_windows_are_one_token_wider() -> None:
+    """The oldest token of the prompt's window goes with the first generated one, whatever its attention."""
+    hot = PROMPT - WINDOW
+    stream = hot_token_stream(hot)
+    for compat, stays in (("intended", True), ("official", False)):
+        held = [hot in kept(table)[0] for table in tables(Keyformer(compat=compat), stream)]
+        assert held == [stays] * (STEPS + 1)
+
+
+def test_official_tokens_behind_a_short_prompt_go_by_their_age() -> None:
+    """With room beside the key tokens the newest of those that have left the window fill it."""
+    stream = random_stream([10, *[1] * STEPS])
+    method = Keyformer(compat="official", budget=16, recent=4)
+    for table, end in zip(tables(method, stream), stream.ends, strict=True):
+        for head in kept(table):
+            assert sorted(head) == (list(range(end)) if end <= 15 else [*range(6), *range(end - 9, end)])
 
 
 def test_official_key_tokens_never_change() -> None:

@@ -319,6 +319,29 @@ def test_errors_fall_with_one_over_t_and_beat_samples_of_the_same_size() -> None
         assert error == pytest.approx(known, rel=0.35)
 
 
+@pytest.mark.parametrize(("tokens", "expected"), [(2048, 0.90), (4096, 0.86), (8192, 0.81), (131072, 0.63)])
+def test_the_weight_of_smaller_halves_falls_with_the_length(tokens: int, expected: float) -> None:
+    """As published, with independent signs in place of a walk: what docs/papers/balancekv.md compares records with.
+
+    The first and last 256 tokens are whole. Half of the tokens exactly, as form=stream keeps, is all of the weight.
+    """
+    heads, middle, generator = (1 << 18) // tokens, tokens - 512, torch.Generator().manual_seed(0)
+    rank = torch.arange(middle).expand(1, heads, -1)
+    weights = []
+    for exact in (False, True):
+
+        def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor, exact: bool = exact) -> Tensor:
+            signs = 2 * torch.randint(2, slots.shape, generator=generator) - 1
+            return half_of(torch.where(slots < 0, 0, signs), draws(0, 0, ids) if exact else None)
+
+        level = merge_and_reduce(
+            torch.zeros(1, heads, middle, 1), None, torch.zeros_like(rank), rank, torch.full_like(rank, middle),
+            torch.full((1, heads, 1), 256), balance,
+        )  # fmt: skip
+        weights.append((512 + torch.where(level < 0, 0.0, 2.0**level).sum(-1).mean().item()) / tokens)
+    assert weights[0] == pytest.approx(expected, abs=0.02) and weights[1] == 1
+
+
 def test_peak_storage_is_the_known_one() -> None:
     """Below t (T + 1), and within a fifth of the calibration figures."""
     for batch, known in ((128, 380), (512, 1220)):

@@ -67,7 +67,6 @@ def test_a_method_in_the_index_is_everywhere(longest: type[methods.Method]) -> N
 def test_pages_and_colours_come_from_the_class(longest: type[methods.Method]) -> None:
     described = [describe(cls) for cls in kvsketch.METHODS.values()]
     numbers = docs.Numbers(ROOT, described)
-    assert "\n| `longest` | evict | Keeps the tokens with the longest keys. |" in numbers.words("methods")
     assert "\n| longest | evict | bounded | Keeps the tokens with the longest keys. |  |" in numbers.words(
         "method_index"
     )

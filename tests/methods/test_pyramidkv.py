@@ -13,17 +13,18 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods import PyramidKV
 from kvsketch.methods.pyramidkv import READINGS
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 
 
 def schedule(method: PyramidKV, prompt: int, layers: int) -> list[int]:
-    return [int(method.allot(ExactTable(rank, layers), prompt).total) for rank in range(layers)]
+    return [int(method.allot(SlotTable(LayerContext(rank, layers)), prompt).total) for rank in range(layers)]
 
 
 def window(method: PyramidKV, prompt: int) -> int:
-    return int(method.allot(ExactTable(0, 1), prompt).recent)
+    return int(method.allot(SlotTable(LayerContext(0, 1)), prompt).recent)
 
 
 def test_the_papers_numbers() -> None:
@@ -107,7 +108,7 @@ def test_only_compressed_layers_count() -> None:
     kinds = ["sliding_attention", "full_attention"] * 3
     model = zoo.build("gemma3", num_hidden_layers=6, layer_types=kinds)
     cache = CompressedCache(model, "pyramidkv:budget=20:window=4:budget_is=mean")
-    assert [(layer.table.rank, layer.table.compressed_layers) for layer in cache.slot_layers] == [
+    assert [(layer.table.context.rank, layer.table.context.compressed_layers) for layer in cache.slot_layers] == [
         (0, 3),
         (1, 3),
         (2, 3),
@@ -116,7 +117,7 @@ def test_only_compressed_layers_count() -> None:
         model(zoo.tokens(1, 90), past_key_values=cache)
     assert [layer.table.stored() for layer in cache.slot_layers] == [36, 20, 4]
     cache.reset()
-    assert [layer.table.rank for layer in cache.slot_layers] == [0, 1, 2]
+    assert [layer.table.context.rank for layer in cache.slot_layers] == [0, 1, 2]
 
 
 @pytest.mark.parametrize("budget", ["16", "40%"])

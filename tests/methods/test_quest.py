@@ -12,7 +12,9 @@ import kvsketch
 from kvsketch.methods import Quest
 from kvsketch.ops.select_pages import Bounds
 from kvsketch.ops.select_pages.reference import page_scores
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots import rollback
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE = 2, 3, 8
@@ -26,8 +28,8 @@ class Run:
     """A table that Quest indexes, beside all its keys and values."""
 
     def __init__(self, method: Quest, tokens: int, padding: list[int] | None = None) -> None:
-        self.method, self.table, self.padding = method, ExactTable(0, 1), padding or [0]
-        self.table.scale = SIZE**-0.5
+        self.method, self.table, self.padding = method, SlotTable(LayerContext(0, 1)), padding or [0]
+        self.table.forward.scale = SIZE**-0.5
         self.keys = self.values = normal(len(self.padding), HEADS, 0, SIZE)
         self.grow(tokens)
 
@@ -97,7 +99,7 @@ def test_attention_is_exact_over_the_pages_read() -> None:
     for head in range(HEADS * GROUP):
         read = sorted(brute_force(run, query, 0, head))
         keys, values = run.keys[0, head // GROUP, read], run.values[0, head // GROUP, read]
-        expected = (run.table.scale * keys @ query[0, head, 0]).softmax(0) @ values
+        expected = (run.table.forward.scale * keys @ query[0, head, 0]).softmax(0) @ values
         torch.testing.assert_close(out[0, head, 0], expected, atol=1e-5, rtol=1e-4)
 
 
@@ -105,7 +107,7 @@ def test_pages_follow_the_text_of_a_row_not_its_padding() -> None:
     """Left padding would shift the pages of the padded row otherwise, and change what it reads."""
     padded, alone = (Run(Quest(budget=20, page=4, skip_layers=0), n, p) for n, p in ((53, [3]), (50, [0])))
     alone.keys = padded.keys[:, :, 3:]
-    alone.table = ExactTable(0, 1)
+    alone.table = SlotTable(LayerContext(0, 1))
     alone.table.append(padded.keys[:, :, 3:].clone(), padded.values[:, :, 3:].clone())
     alone.method.compress(alone.table, normal(1, HEADS * GROUP, 50, SIZE))
     query = normal(1, HEADS * GROUP, 1, SIZE, seed=9)
@@ -140,9 +142,9 @@ def test_tokens_taken_back_leave_no_trace_in_the_bounds() -> None:
         method.compress(table, normal(1, HEADS * GROUP, end - start, SIZE))
 
     for step in (1, 10):
-        cropped, plain = ExactTable(0, 1), ExactTable(0, 1)
+        cropped, plain = SlotTable(LayerContext(0, 1)), SlotTable(LayerContext(0, 1))
         grow(cropped, 0, 50)
-        cropped.drop_newest(9)
+        rollback.drop_newest(cropped, 9)
         grow(plain, 0, 41)
         for start in range(50, 60, step):
             grow(cropped, start, start + step)

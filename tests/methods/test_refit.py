@@ -165,6 +165,30 @@ def test_values_are_solved_to_the_end() -> None:
     torch.testing.assert_close(parts, result * w.unsqueeze(-1))
 
 
+@pytest.mark.parametrize("solved", [module.SOLVED], indirect=True)
+@pytest.mark.parametrize("way", ["solved", "stepped", "few"])
+def test_a_ridge_holds_values_near_what_they_are(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """|A diag(w) V' - diag(A w) O|^2 + r' |V' - V|^2 has slope 0, however many steps lead there.
+
+    Where it is stepped, r' is a large share of the mean of the diagonal, so that few steps are enough.
+    """
+    if way != "solved":
+        monkeypatch.setattr(module, "RIDGES", (1e-2, 0.5))
+    q, k, v, kept = problem(slots=60, kept=30, queries=24 if way == "few" else 200)
+    a, target, _ = Slots(k, v, kept, 0.25).seen_by(q)
+    plain, w = rows(v, kept), torch.linspace(0.5, 2.0, 30).expand(6, 30)
+    if way == "solved":
+        result, _ = module.solved_values(a.double().mT @ a.double(), a, w, plain, target)
+    elif way == "stepped":
+        result, _ = module.fitted_values(module.squared(a), a, w, plain, target, 60)
+    else:
+        result, _ = module.values_of_few(a, w, plain, target, 60)
+    x = (a * w.unsqueeze(1)).double()
+    pull = module.RIDGES[1] * x.square().sum(1).mean(-1).view(-1, 1, 1) * (result - plain).double()
+    slope = x.mT @ (x @ result.double() - x.sum(-1, keepdim=True) * target.double()) + pull
+    assert slope.norm() < 0.01 * pull.norm()
+
+
 def test_fewer_queries_than_slots_are_fitted_by_the_same_steps() -> None:
     """In sums over queries, without a matrix of slots by slots."""
     q, k, v, kept = problem(slots=60, kept=40, queries=24)
@@ -227,6 +251,55 @@ def test_folding_adds_a_slot_to_the_one_with_its_key() -> None:
     torch.testing.assert_close(result.values[0, 1], v[0, 1])
 
 
+@pytest.mark.parametrize(("at", "nearest"), [(1.5, 0), (2.5, 1)])
+def test_folding_takes_the_nearest_key_and_at_most_once(at: float, nearest: int) -> None:
+    """Slot 2 lies between two keys of other lengths; its greater score counts as an equal one.
+
+    Tokens that always stay may have a smaller score than one that goes.
+    """
+    k, q = torch.zeros(1, 3, 8), torch.zeros(1, 64, 8)
+    k[0, :, 0] = torch.tensor([0.0, 4.0, at])
+    v = torch.eye(3, 8).unsqueeze(0)
+    result = module.fold(q, Slots(k, v, torch.tensor([[0, 1]]), 0.3), torch.tensor([[0.2, 0.5, 0.9]]))
+    assert result.gain < 1
+    torch.testing.assert_close(result.log_weights.exp()[0], 1 + torch.eye(2)[nearest])
+    torch.testing.assert_close(result.values[0, nearest], (v[0, nearest] + v[0, 2]) / 2)
+
+
+def fitted(steps: int, kept: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights after so many steps, and the least of the sum of squares with its ridge; all are positive."""
+    torch.manual_seed(5)
+    a = torch.rand(2, 200, kept)
+    share = (a @ (1 + 0.5 * torch.rand(2, kept, 1))).squeeze(-1) + 0.5 * torch.randn(2, 200)
+    exact = a.double()
+    gram = exact.mT @ exact
+    ridge = module.RIDGES[0] * gram.diagonal(dim1=-2, dim2=-1).mean(-1).view(-1, 1)
+    matrix = gram + ridge.unsqueeze(-1) * torch.eye(kept)
+    wanted = torch.linalg.solve(matrix, (exact.mT @ share.double().unsqueeze(-1)).squeeze(-1) + ridge)
+    assert wanted.min() > 0
+    return module.fitted_weights((a.mT @ a).contiguous(), a, share, steps), wanted.float()
+
+
+def test_weights_are_the_least_of_their_sum_of_squares_and_ridge() -> None:
+    torch.testing.assert_close(*fitted(2000), atol=1e-3, rtol=1e-3)
+
+
+def test_the_steps_of_weights_gain_speed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each goes on in the direction of the one before it: plain gradients are farther from the end after as many."""
+    own = module.weight_steps
+    fast, wanted = fitted(module.WEIGHT_STEPS)
+    monkeypatch.setattr(module, "weight_steps", lambda descent, speeds: own(descent, [0.0] * len(speeds)))
+    slow, _ = fitted(module.WEIGHT_STEPS)
+    assert (fast - wanted).norm() < 0.8 * (slow - wanted).norm()
+
+
+@pytest.mark.parametrize("count", [7, 300, 640])
+def test_a_square_is_that_of_the_matrix(count: int) -> None:
+    """Also where it is computed in blocks, and what lies below the diagonal is copied."""
+    a = torch.rand(2, 40, count)
+    torch.testing.assert_close(module.squared(a), a.mT @ a)
+
+
 def changes(chunks: list[range], folds: bool, stays: range = range(0, 30, 3)) -> Changes:
     """The refit of two heads of 30 tokens, of which those of the chunks come again."""
     torch.manual_seed(0)
@@ -247,6 +320,23 @@ def test_a_chunk_is_refitted_alone_beside_a_longer_one(folds: bool) -> None:
     order, wanted = together.place.argsort(), _joined(first, second).place.argsort()
     torch.testing.assert_close(result[order], alone[wanted], atol=1e-3, rtol=1e-3)
     assert together.log_weights.abs().max() > 0.1, "weights were refitted"
+
+
+def test_layers_fold_by_their_own_scores() -> None:
+    torch.manual_seed(0)
+    places = torch.arange(30).unsqueeze(0)
+    marks = torch.stack([places % 3 == 0, places >= 0]).unsqueeze(1).expand(-1, 2, -1, -1)
+    layers = []
+    for _ in range(2):
+        keys, values, asked = torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8), torch.randn(2, 1, 64, 8)
+        layers.append(LayerProblems(asked, keys, None, values, torch.rand(2, 30), places, marks, 0.3, None, 0))
+    counted = marks.sum(-1).unsqueeze(1)
+    together = refit_layers(layers, counted.expand(-1, 2, -1, -1), True)
+    for layer, change in zip(layers, together, strict=True):
+        alone = refit_layers([layer], counted, True)[0]
+        torch.testing.assert_close(change.log_weights, alone.log_weights)
+        torch.testing.assert_close(change.values, alone.values)
+        assert alone.log_weights.abs().max() > 0.1
 
 
 def test_a_cpu_leaves_heads_as_they_are_that_keep_nine_tenths() -> None:

@@ -18,9 +18,11 @@ from kvsketch.methods import waiting
 from kvsketch.methods.divide import largest
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
-from kvsketch.methods.replay import sampled
+from kvsketch.methods.replay import Replay, sampled
 from kvsketch.ops.rotate_keys import whole_turns
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 
@@ -210,7 +212,7 @@ def test_a_model_without_known_angles_is_told_what_needs_none() -> None:
 
 def test_rotating_a_query_is_what_the_model_does_at_a_later_position(model: Any) -> None:
     rotary, attention = model.model.rotary_emb, model.model.layers[0].self_attn
-    angles = CompressedCache(model, "full").slot_layers[0].table.rotary
+    angles = CompressedCache(model, "full").slot_layers[0].table.context.rotary
     from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
     plain = torch.randn(1, 4, 5, attention.head_dim)
@@ -301,7 +303,7 @@ def test_a_prompt_that_was_not_repeated_is_refused_with_the_way_out(model: Any) 
         cache.replay(model, ids)
         model(ids[:, :1], past_key_values=cache)
     assert cache.tokens_seen == 81
-    with pytest.raises(ValueError, match="repeats nothing"):
+    with pytest.raises(ValueError, match="has no replay by the model"):
         CompressedCache(model, "h2o").replay(model, ids)
 
 
@@ -373,7 +375,9 @@ def test_turns_of_a_model_without_known_angles(how: str) -> None:
 @pytest.mark.parametrize("family", ["gpt2", "mpt"])
 def test_a_repetition_beyond_the_last_position_is_refused(family: str) -> None:
     model = zoo.build(family)
-    with pytest.raises(ValueError, match=r"repeat 300 tokens behind the 300 .* has 512 positions; .* chunk of fewer"):
+    with pytest.raises(
+        ValueError, match=r"repeat 300 tokens after the 300 .* has only 512 positions; .* chunk of fewer"
+    ):
         prefill(model, zoo.tokens(1, 300), CompressedCache(model, "kvzip"))
     assert prefill(model, zoo.tokens(1, 300), CompressedCache(model, "kvzip:chunk=64")).shape[1] == 97
 
@@ -478,6 +482,46 @@ def test_sinks_among_the_tokens_of_a_chunk_are_not_counted_once_more(model: Any,
     torch.testing.assert_close(*result, atol=1e-6, rtol=1e-5)
 
 
+def test_a_real_repetition_scores_by_the_formula() -> None:
+    """softmax over the chunk, the sinks where they are not in it, what was said before it, and itself up to a query."""
+    generator = torch.Generator().manual_seed(0)
+    keys, copies = (torch.randn(1, 2, n, 8, generator=generator) for n in (40, 5 + 40))
+    queries = 2.0 * torch.randn(1, 4, 40, 8, generator=generator)
+    table = SlotTable(LayerContext(0, 1, rotary=(1.0, 0.5, 0.2, 0.1)))
+    table.forward.scale, replay, expected = 0.4, Replay(chunk=64, sinks=3), []
+    table.append(keys, keys)
+    Rehearse(replay="exact").queue(table).start_repetition()
+    for begin, end in ((0, 24), (24, 40)):
+        q, said = queries[:, :, begin:end], torch.cat([copies[:, :, :5], copies[:, :, 5 + begin : 5 + end]], 2)
+        replay.exact(table, q, said, end - begin)
+        sinks = keys[:, :, : 3 if begin else 0]
+        seen = torch.cat([keys[:, :, begin:end], sinks, said], 2).repeat_interleave(2, 1)
+        logits = 0.4 * q @ seen.mT
+        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        logits[..., -(end - begin) :].masked_fill_(later, float("-inf"))
+        expected.append(logits.softmax(-1)[..., : end - begin].unflatten(1, (2, 2)).amax((2, 3)))
+    score = table.state_of(waiting.Waiting).score
+    assert score is not None
+    torch.testing.assert_close(score, torch.cat(expected, 2), atol=1e-5, rtol=1e-4)
+
+
+def test_chunks_of_a_row_with_much_padding_are_scored_as_those_of_the_row_alone() -> None:
+    """21 of 64 tokens are padding: a chunk and a part of the next. Sinks are the first tokens behind it."""
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(2, heads, 64, 8, generator=generator) for heads in (2, 4))
+    result = []
+    for rows, first, pads, lengths in ((slice(0, 2), 0, [0, 21], [16] * 4), (slice(1, 2), 21, None, [11, 16, 16])):
+        table = SlotTable(LayerContext(0, 1, rotary=(1.0, 0.5, 0.2, 0.1)))
+        table.forward.scale, table.padding = 0.4, None if pads is None else torch.tensor(pads)
+        table.append(keys[rows, :, first:], keys[rows, :, first:])
+        Replay(chunk=16, sinks=12, samples=8).virtual(table, queries[rows, :, first:], lengths)
+        state = table.state_of(waiting.Waiting)
+        assert state.score is not None and state.again is not None
+        result.append((state.score[-1, :, -43:], state.again[-1, :, -2:]))
+    for together, alone in zip(*result, strict=True):
+        torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
+
+
 @pytest.mark.parametrize("pads", [[0, 0], [0, 9]])
 def test_a_refit_of_the_first_chunk_knows_its_sinks_once(
     model: Any, pads: list[int], monkeypatch: pytest.MonkeyPatch
@@ -529,6 +573,16 @@ def test_sinks_and_the_last_tokens_always_stay(model: Any) -> None:
         for row, first in enumerate((0, 9)):
             for index in layer.table.index_slots()[row]:
                 assert index[index >= 0].tolist() == [*range(first, first + 4), *range(82, 90)]
+
+
+def test_a_refit_is_asked_by_all_heads_of_a_group_and_all_tokens_of_a_chunk() -> None:
+    """In no order: any sixth of the queries comes from all of them. Channel 0 tells the head, channel 1 the token."""
+    heads, tokens = torch.arange(6.0).view(6, 1).expand(6, 80), torch.arange(80.0).expand(6, 80)
+    result = sampled(torch.stack([heads, tokens], -1).unsqueeze(0), 2, 2, None, 120)  # [1, 2, 2, 120, 2]
+    for kv, chunk, part in itertools.product(range(2), range(2), range(6)):
+        head, token = result[0, kv, chunk, 20 * part : 20 * part + 20].unbind(-1)
+        assert set(head.tolist()) == {3 * kv, 3 * kv + 1, 3 * kv + 2}
+        assert set((token // 10).tolist()) == {4 * chunk + quarter for quarter in range(4)}
 
 
 def test_queries_of_padding_ask_nothing_in_a_refit() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import math
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,9 +17,11 @@ from kvsketch import CompressedCache, prefill
 from kvsketch.cache import fitting
 from kvsketch.methods import replay_map
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.methods.replay import Piece, pieces_of
+from kvsketch.methods.replay import Piece, Replay, pieces_of, positions_of
 from kvsketch.methods.replay_map import Moments, ReplayMap
 from kvsketch.methods.waiting import Waiting
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import padded
 
@@ -66,12 +69,53 @@ def test_planted_scores_come_back_from_some_of_the_tokens() -> None:
     torch.testing.assert_close(replay_map.predicted(x, found), real, atol=1e-3, rtol=1e-2)
 
 
+def test_predicted_scores_are_shares() -> None:
+    weights = torch.tensor([[1.0], [0.0]])
+    result = replay_map.predicted(torch.tensor([[9.0], [-99.0], [-1.0]]), weights)
+    torch.testing.assert_close(result, torch.tensor([1.0, 0.0, math.exp(-1) - replay_map.FLOOR]))
+
+
+@pytest.mark.parametrize("part", ["queries", "scores"])
+def test_maps_are_equal_that_hold_the_same_numbers(part: str) -> None:
+    one, same, other = (ReplayMap({0: torch.ones(2, 18, 8)}, {0: torch.ones(2, 8, 1)}) for _ in range(3))
+    getattr(other, part)[0] = torch.zeros_like(getattr(other, part)[0])
+    assert one == same and hash(one) == hash(same) and one != other
+
+
+def test_positions_go_on_behind_a_document() -> None:
+    table, document = SlotTable(LayerContext(0, 1)), SlotTable(LayerContext(0, 1))
+    for each, tokens in ((document, 7), (table, 5)):
+        each.append(torch.zeros(1, 2, tokens, 8), torch.zeros(1, 2, tokens, 8))
+    table.document = document
+    assert positions_of(table, 3).tolist() == [[9, 10, 11]]
+
+
 def test_features_of_a_padded_row_are_those_of_the_row_alone() -> None:
     virtual, keys, values = torch.rand(1, 2, 30), torch.randn(1, 2, 30, 8), torch.randn(1, 2, 30, 8)
     scores = virtual.clone()
     scores[:, :, :9] = 0  # as left padding scores
     behind = replay_map.features(scores, keys, values, torch.tensor([9]))[:, :, 9:]
     torch.testing.assert_close(behind, replay_map.features(virtual[:, :, 9:], keys[:, :, 9:], values[:, :, 9:]))
+
+
+def test_what_is_learned_of_the_newest_tokens_of_a_padded_row_is_that_of_the_row_alone() -> None:
+    """26 of 40 tokens are padding, 20 wait: six of these are padding. Keys have a large common part."""
+    torch.manual_seed(3)
+    keys, score, queries = 5 + torch.randn(2, 2, 40, 8), torch.rand(2, 2, 40), torch.randn(2, 4, 40, 8)
+    score[1, :, :26] = 0
+    weights = {0: torch.randn(4, 18, 8)}
+    replay, result = Replay(chunk=64, sinks=4, learned=ReplayMap(weights, {})), []
+    for rows, first, pads in ((slice(0, 2), 0, [0, 26]), (slice(1, 2), 26, None)):
+        table = SlotTable(LayerContext(0, 1, rotary=(1.0, 0.5, 0.2, 0.1)))
+        table.forward.scale, table.padding = 0.4, None if pads is None else torch.tensor(pads)
+        table.append(keys[rows, :, first:], keys[rows, :, first:])
+        waits = min(20, 40 - first)
+        table.state_of(Waiting).score = score[rows, :, first:]
+        table.state_of(Waiting).chunks = torch.tensor([[waits]] * table.shape[0])
+        repeated = replay._as_repeated(table, queries[rows, :, first:])
+        result.append((replay.features(table)[-1, :, -14:], repeated[-1, :, -14:]))
+    for together, alone in zip(*result, strict=True):
+        torch.testing.assert_close(together, alone, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("common", [0.0, 40.0])
@@ -89,10 +133,42 @@ def test_a_planted_map_of_queries_is_found_and_applied_in_half_precision(common:
     assert (halved - real).std() < 0.05 * spread + 4 * rounding.std()
 
 
+def test_a_fit_is_the_least_of_its_sum_of_squares_and_ridge() -> None:
+    """mean |target - z W - c|^2 + ridge |W|^2 has slope 0 in W and c, with features z of mean 0 and variance 1."""
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(300, 4, generator=generator).double() * torch.tensor([1.0, 30.0, 0.1, 5.0]) + 7.0
+    target = torch.randn(300, 2, generator=generator).double() + 0.3 * x[:, :2]
+    weights = Moments.of(x, target).fit(0.5).double()
+    size = x.std(0, correction=0)
+    z, scaled = (x - x.mean(0)) / size, weights[:-1] * size.unsqueeze(1)
+    missing = target - x @ weights[:-1] - weights[-1:]
+    torch.testing.assert_close(z.mT @ missing / 300, 0.5 * scaled, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(missing.mean(0), torch.zeros(2).double(), atol=1e-4, rtol=0)
+
+
+def test_a_model_that_repeats_knows_the_next_token() -> None:
+    """Queries of a repetition that are those of the next tokens are found."""
+    q = torch.randn(2, 3, 200, 8, generator=torch.Generator().manual_seed(0))
+    real = torch.cat([q[:, :, 1:], q[:, :, -1:]], 2)
+    maps = ReplayMap({0: replay_map.fitted_queries(replay_map.query_moments(q, real))}, {})
+    assert (maps.queries_of(0, q) - real).norm() < 0.1 * real.norm()
+
+
+@pytest.mark.parametrize(("feature", "step"), enumerate([0, -2, -1, 1, 2]))
+def test_a_map_may_give_back_the_virtual_score_of_a_token_or_of_one_beside_it(feature: int, step: int) -> None:
+    """Also where nobody looks; a file of maps relies on the order. Nobody looks at what lies outside the text."""
+    scores = torch.cat([torch.zeros(1, 2, 5), torch.rand(1, 2, 20, generator=torch.Generator().manual_seed(0))], 2)
+    x = replay_map.features(scores, *torch.randn(2, 1, 2, 25, 8))
+    weights = torch.zeros(2, x.shape[3] + 1, 1)
+    weights[:, feature] = 1.0
+    beside = torch.nn.functional.pad(scores, (2, 2))[:, :, 2 + step : 27 + step]
+    torch.testing.assert_close(replay_map.predicted(x, weights), beside, atol=1e-6, rtol=1e-5)
+
+
 # pieces
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(300, 64), (2048, 2048), (65, 64), (1, 64)])
+@pytest.mark.parametrize(("tokens", "chunk"), [(300, 64), (2048, 2048), (100, 64), (65, 64), (1, 64)])
 def test_pieces_are_the_chunks_of_a_text(tokens: int, chunk: int) -> None:
     pieces = pieces_of(tokens, chunk)
     assert pieces[0].begin == 0 and pieces[-1].end == tokens
@@ -161,11 +237,11 @@ def test_a_file_is_found_by_its_model_and_refused_for_another(
     model: Any, maps: ReplayMap, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path))
-    with pytest.warns(UserWarning, match="rehearses as replay=virtual.*kvsketch fit"):
+    with pytest.warns(UserWarning, match="uses replay=virtual.*kvsketch fit"):
         assert CompressedCache(model, "rehearse:replay=learned").method.learned is None
     identity = CompressedCache(model).identity.describe()
     path = fitting.default_path(identity)
-    fitting.save(path, maps, identity)
+    fitting.save(path, fitting.Learned(maps, None), identity)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         held = CompressedCache(model, "rehearse:replay=learned").method.learned

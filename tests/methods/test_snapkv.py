@@ -7,7 +7,8 @@ import torch
 
 import kvsketch
 from kvsketch.methods import SnapKV
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE, SCALE = 2, 3, 8, 0.6
@@ -24,7 +25,7 @@ class Text:
 
     def feed(self, table: SlotTable, method: SnapKV, start: int, end: int) -> None:
         table.append(self.keys[:, :, start:end], self.values[:, :, start:end])
-        table.scale = SCALE
+        table.forward.scale = SCALE
         method.compress(table, self.queries[:, :, start:end])
 
     def votes(self, query: int, tokens: list[int], head: int, causal: bool = True) -> dict[int, list[float]]:
@@ -51,13 +52,13 @@ class Text:
         return [reductions[reduce](s) for s in summed]
 
 
-def pooled(scores: list[float], kernel: int, pool: str, window: int) -> list[float]:
+def pooled(scores: list[float], kernel: int, window: int) -> list[float]:
     """Pools what lies before the window; beyond its ends there is nothing."""
     old = scores[: len(scores) - window]
     half, out = kernel // 2, []
     for i in range(len(old)):
         near = old[max(0, i - half) : i + half + 1]
-        out.append(max(near) if pool == "max" else sum(near) / kernel)
+        out.append(sum(near) / kernel)
     return out + scores[len(old) :]
 
 
@@ -66,32 +67,30 @@ def scores_by_token(table: SlotTable, head: int, row: int = 0) -> dict[int, floa
     return {p: s for p, s in zip(position, score, strict=True) if p >= 0}
 
 
-@pytest.mark.parametrize("pool", ["avg", "max"])
-@pytest.mark.parametrize("reduce", ["sum", "mean", "max"])
 @pytest.mark.parametrize(("window", "kernel"), [(6, 5), (1, 3), (6, 1)])
-def test_scores_are_the_formula(pool: str, reduce: str, window: int, kernel: int) -> None:
-    text, table = Text(), ExactTable(0, 1)
-    method = SnapKV(budget=50, window=window, kernel=kernel, pool=pool, gqa_reduce=reduce)
+def test_scores_are_the_formula(window: int, kernel: int) -> None:
+    text, table = Text(), SlotTable(LayerContext(0, 1))
+    method = SnapKV(budget=50, window=window, kernel=kernel)
     text.feed(table, method, 0, 40)
     for head in range(HEADS):
-        raw = text.observed(list(range(40 - window, 40)), list(range(40)), head, reduce)
-        expected = torch.tensor(pooled(raw, kernel, pool, window))
+        raw = text.observed(list(range(40 - window, 40)), list(range(40)), head, "sum")
+        expected = torch.tensor(pooled(raw, kernel, window))
         result = table.state.score[0, head].cpu()
         torch.testing.assert_close(result, expected, atol=1e-5, rtol=1e-4)
         if window > 1:
-            acausal = text.observed(list(range(40 - window, 40)), list(range(40)), head, reduce, causal=False)
-            wrong = torch.tensor(pooled(acausal, kernel, pool, window))
+            acausal = text.observed(list(range(40 - window, 40)), list(range(40)), head, "sum", causal=False)
+            wrong = torch.tensor(pooled(acausal, kernel, window))
             assert not torch.allclose(result, wrong, atol=1e-3), "without the causal mask the scores must differ"
 
 
 @pytest.mark.parametrize("sinks", [0, 3])
 def test_the_best_scores_and_the_window_stay(sinks: int) -> None:
-    text, table = Text(), ExactTable(0, 1)
+    text, table = Text(), SlotTable(LayerContext(0, 1))
     method = SnapKV(budget=20, window=6, kernel=3, sinks=sinks)
     text.feed(table, method, 0, 60)
     for head in range(HEADS):
         raw = text.observed(list(range(54, 60)), list(range(60)), head)
-        scores = pooled(raw, 3, "avg", 6)
+        scores = pooled(raw, 3, 6)
         best = sorted(range(sinks, 54), key=lambda i: -scores[i])[: 20 - 6 - sinks]
         kept = table.index_slots()[0, head, :-1].tolist()
         assert kept == sorted([*range(sinks), *best, *range(54, 60)])
@@ -102,7 +101,7 @@ def test_the_best_scores_and_the_window_stay(sinks: int) -> None:
 
 def test_generated_queries_replace_old_votes_a_little_at_a_time() -> None:
     """score <- (1 - 1/window) score + votes of the new query over what is stored, in place."""
-    text, table = Text(), ExactTable(0, 1)
+    text, table = Text(), SlotTable(LayerContext(0, 1))
     method = SnapKV(budget=20, window=4, kernel=3)
     text.feed(table, method, 0, 40)
     addresses = [t.data_ptr() for t in table.tensors()]
@@ -126,7 +125,7 @@ def test_a_long_second_turn_forgets_old_votes_and_a_short_one_does_not() -> None
     text = Text()
     method = SnapKV(budget=30, window=8, kernel=1)
     for turn, fade in ((8, 0.0), (2, 0.75)):
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         text.feed(table, method, 0, 40)
         before = [scores_by_token(table, head) for head in range(HEADS)]
         text.feed(table, method, 40, 40 + turn)
@@ -140,7 +139,7 @@ def test_a_long_second_turn_forgets_old_votes_and_a_short_one_does_not() -> None
 
 
 def test_a_second_turn_pools_over_stored_neighbours() -> None:
-    text, table = Text(), ExactTable(0, 1)
+    text, table = Text(), SlotTable(LayerContext(0, 1))
     method = SnapKV(budget=30, window=4, kernel=3)
     text.feed(table, method, 0, 40)
     for now in range(40, 46):
@@ -150,14 +149,14 @@ def test_a_second_turn_pools_over_stored_neighbours() -> None:
     for head in range(HEADS):
         stored = [*kept[head], *range(46, 52)]
         raw = text.observed(list(range(48, 52)), stored, head)
-        expected = dict(zip(stored, pooled(raw, 3, "avg", 4), strict=True))
+        expected = dict(zip(stored, pooled(raw, 3, 4), strict=True))
         after = scores_by_token(table, head)
         assert all(s == pytest.approx(expected[t], rel=1e-3, abs=1e-6) for t, s in after.items())
 
 
 @pytest.mark.parametrize("length", [1, 3, 9])
 def test_contexts_shorter_than_the_window(length: int) -> None:
-    text, table = Text(), ExactTable(0, 1)
+    text, table = Text(), SlotTable(LayerContext(0, 1))
     method = SnapKV(budget=16, window=32)
     text.feed(table, method, 0, length)
     for now in range(length, 40):
@@ -173,7 +172,7 @@ def test_left_padding_neither_votes_nor_is_voted_for(length: int) -> None:
     long, short = Text(60), Text(60, seed=1)
     method = SnapKV(budget=12, window=6, kernel=5)
     pad = 40 - length
-    alone, together = ExactTable(0, 1), ExactTable(0, 1)
+    alone, together = SlotTable(LayerContext(0, 1)), SlotTable(LayerContext(0, 1))
     together.padding = torch.tensor([0, pad], device=DEVICE)
     short.feed(alone, method, 0, length)
     steps = [(0, 40), *((i, i + 1) for i in range(40, 55))]
@@ -185,7 +184,7 @@ def test_left_padding_neither_votes_nor_is_voted_for(length: int) -> None:
         keys[:, :, -real:], queries[:, :, -real:] = short.keys[:, :, shift], short.queries[:, :, shift]
         both_keys = torch.cat([long.keys[:, :, start:end], keys])
         together.append(both_keys, both_keys)
-        together.scale = SCALE
+        together.forward.scale = SCALE
         method.compress(together, torch.cat([long.queries[:, :, start:end], queries]))
         if start >= 40:
             short.feed(alone, method, shift.start, shift.stop)
@@ -200,8 +199,8 @@ def test_pooling_keeps_the_neighbours_of_a_needle() -> None:
     text, needle = Text(), 25
     text.queries[:, :, -8:] = text.keys[:, :, needle : needle + 1].repeat_interleave(GROUP, 1) * 4
     for kernel, neighbours in ((5, {23, 24, 25, 26, 27}), (1, {25})):
-        table = ExactTable(0, 1)
-        text.feed(table, SnapKV(budget=14, window=8, kernel=kernel, pool="max"), 0, 80)
+        table = SlotTable(LayerContext(0, 1))
+        text.feed(table, SnapKV(budget=14, window=8, kernel=kernel), 0, 80)
         for head in table.index_slots()[0].tolist():
             assert neighbours <= set(head)
 
@@ -211,8 +210,8 @@ def test_pooling_keeps_the_neighbours_of_a_needle() -> None:
     [
         ("snapkv:window=0", "window=0 is not valid; use a whole number of queries"),
         ("snapkv:kernel=4", "kernel=4 is not valid; use an odd number"),
-        ("snapkv:pool=median", "pool=median is not valid; use avg or max"),
-        ("snapkv:gqa_reduce=min", "gqa_reduce=min is not valid; use sum, mean, max"),
+        ("snapkv:pool=max", "pool=max is refused, it always means avg"),
+        ("snapkv:gqa_reduce=max", "gqa_reduce=max is refused, it always means sum"),
         ("snapkv:recent=8", "unknown parameter 'recent'"),
         ("snapkv:budget=2:sinks=2", "cannot hold 2 sinks"),
     ],
@@ -223,34 +222,38 @@ def test_wrong_parameters_say_what_is_right(text: str, message: str) -> None:
 
 
 def test_the_window_shrinks_with_a_small_budget() -> None:
-    assert [SnapKV(budget=b).allot(ExactTable(0, 1), 9000).recent for b in (1024, 64, 16, 2)] == [32, 32, 8, 1]
+    assert [SnapKV(budget=b).allot(SlotTable(LayerContext(0, 1)), 9000).recent for b in (1024, 64, 16, 2)] == [
+        32,
+        32,
+        8,
+        1,
+    ]
 
 
 def test_bytes_are_those_of_the_slots() -> None:
     """Keys, values, index, weight and score of budget + 1 slots per KV head; no part per query head."""
-    text, table = Text(), ExactTable(0, 1)
+    text, table = Text(), SlotTable(LayerContext(0, 1))
     text.feed(table, SnapKV(budget=20, window=6), 0, 60)
     slots = HEADS * 21
     expected = slots * (2 * SIZE * 4 + 4 + 4 + 4) + HEADS * 8 + 8
     assert sum(t.numel() * t.element_size() for t in table.tensors()) == expected
 
 
-@pytest.mark.parametrize("pool", ["avg", "max"])
-def test_ties_are_broken_alike_alone_and_in_a_batch(pool: str) -> None:
-    """Max pooling gives neighbours equal scores: which of them stays must not depend on the padding."""
+def test_ties_are_broken_alike_alone_and_in_a_batch() -> None:
+    """Pooling gives neighbours almost equal scores: which of them stays must not depend on the padding."""
     heads, length, pads = 30, 70, [0, 3, 11]
     generator = torch.Generator().manual_seed(1)
     keys, values, queries = (torch.randn(1, heads, length, SIZE, generator=generator).to(DEVICE) for _ in range(3))
-    method = SnapKV(budget=20, window=4, kernel=7, pool=pool)
+    method = SnapKV(budget=20, window=4, kernel=7)
     kept = []
     for pad in pads:
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         for start, end in ((-pad, 60), *((i, i + 1) for i in range(60, length))):
             part = slice(max(start, 0), end)
             padded = [torch.nn.functional.pad(t[:, :, part], (0, 0, max(-start, 0), 0)) for t in (keys, values)]
             table.append(*padded)
             table.padding = torch.tensor([pad], device=DEVICE) if pad else None
-            table.scale = SCALE
+            table.forward.scale = SCALE
             method.compress(table, torch.nn.functional.pad(queries[:, :, part], (0, 0, max(-start, 0), 0)))
         kept.append(table.position_slots().sort(-1).values)
     assert all(torch.equal(kept[0], other) for other in kept[1:])

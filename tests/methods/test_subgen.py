@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.subgen.sketch import Sketch, fold
+from kvsketch.methods.subgen.slots import resized
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
 from kvsketch.ops.reservoir.reference import thresholds
 from tests.methods.subgen_streams import (
@@ -111,6 +112,17 @@ def test_mixed_samples_follow_two_laws(block: int) -> None:
     squares, flat = values.square().sum(-1), torch.ones(50)
     assert p_value(even, squares) > LEAST_P and p_value(odd, flat) > LEAST_P
     assert p_value(even, flat) < LEAST_P and p_value(odd, squares) < LEAST_P
+
+
+def test_further_samples_of_a_larger_budget_follow_the_same_two_laws() -> None:
+    """They repeat earlier ones, of which the number is odd; each further one has another to repeat."""
+    values, held = values_with_zeros(), 20_001
+    sketch = run(stream(normal(50, 4), values), s=held, t=1, delta=1.0, mixed=True)
+    sizes = (2 * held - 1, *sketch.sizes[0, 1:].tolist())
+    larger = resized(sketch, torch.tensor([sizes], device=DEVICE), sizes, sketch.folded, grows=True)
+    squares, flat, further = values.square().sum(-1), torch.ones(50), larger.index[..., held + 1 :]
+    assert torch.equal(larger.index[..., :held], sketch.index)
+    assert p_value(further[..., ::2], squares) > LEAST_P and p_value(further[..., 1::2], flat) > LEAST_P
 
 
 @pytest.mark.parametrize("samples", [2, 31, 128])

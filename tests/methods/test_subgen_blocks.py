@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
 
-from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
+from kvsketch import ops
+from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold
+from kvsketch.methods.subgen.slots import covering_radii
+from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR, Plan
 from kvsketch.ops.fold_token.reference import numerator_shares
 from kvsketch.ops.reservoir.reference import draws
+from kvsketch.slots.tensors import gather_slots
 from tests.methods.subgen_streams import (
     DEVICE,
     LEAST_P,
@@ -93,6 +99,24 @@ def test_doubling_keeps_room_and_a_known_radius(block: int) -> None:
         assert torch.cdist(keys, x).amin(1).max() <= 2 * delta
 
 
+def test_doubling_from_a_radius_of_zero_begins_with_the_closest_pair() -> None:
+    keys = torch.tensor([[0.0], [1.0], [3.0], [7.0], [15.0]])
+    sketch = run(stream(keys, keys + 1), 1, 2, 0.0, "double", clusters=4)
+    assert sketch.delta.tolist() == [[1.0]]
+    assert sketch.counts[0, 0].tolist() == [2, 1, 1, 1]
+
+
+def test_rounding_leaves_no_key_outside_the_radius_that_covers_it() -> None:
+    """The farthest key of each of 64 heads lies at the radius itself, which has been rounded."""
+    keys, clusters = normal(1, 64, 40, 8).to(DEVICE), 5
+    position = torch.arange(40, device=DEVICE)[None]
+    tokens = Tokens(keys, keys, position, position, torch.ones_like(position, dtype=torch.bool))
+    delta = covering_radii(tokens, [Plan(0, 0, 0, 0, clusters, 1)])
+    centers = gather_slots(keys, ops.farthest_first(keys, clusters).index)
+    farthest = (keys.unsqueeze(3) - centers.unsqueeze(2)).square().sum(-1).amin(-1).amax(-1)
+    assert (farthest <= delta.square()).all() and (farthest > 0.99 * delta.square()).all()
+
+
 def test_merged_clusters_stay_uniform_samples_of_their_members() -> None:
     """After doubling everything lies in one cluster of 30 unlike parts. False alarm: 1e-4."""
     keys = torch.cat([torch.zeros(20, 1), torch.full((7, 1), 1.0), torch.full((3, 1), 2.0), torch.full((1, 1), 50.0)])
@@ -105,6 +129,17 @@ def test_merged_clusters_stay_uniform_samples_of_their_members() -> None:
 
 
 # T8: limits
+
+
+def test_a_row_uses_no_more_samples_clusters_and_slots_than_it_has() -> None:
+    """Of a batch whose other rows have more."""
+    tokens = stream(normal(60, 3), normal(60, 2), heads=4)
+    sketch = Sketch.empty(tokens, 6, 4, 5)
+    sizes, delta = torch.tensor([[3, 2, 2]], device=DEVICE), torch.full_like(sketch.delta, 0.5)
+    folded = fold(replace(sketch, sizes=sizes, delta=delta), tokens, "absorb")
+    assert (folded.index[..., :3] >= 0).all() and (folded.index[..., 3:] == -1).all()
+    assert (folded.alive == 2).all() and (folded.counts.sum(-1) == 60).all()
+    assert (folded.den_index[:, :, :2, :2] >= 0).all() and (folded.den_index[..., 2:] == -1).all()
 
 
 def test_a_cluster_for_every_key_makes_the_denominator_exact() -> None:

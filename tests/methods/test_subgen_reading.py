@@ -12,7 +12,8 @@ from torch import Tensor
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import SubGen
 from kvsketch.methods.subgen.slots import state_of
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.methods.subgen_tables import feed, read, subgen, tokens
 
@@ -21,12 +22,18 @@ from tests.methods.subgen_tables import feed, read, subgen, tokens
 def test_the_two_sums_of_a_table_are_unbiased(sampling: str) -> None:
     """Mean over 600 heads that hold the same tokens; false alarm 6e-5 each."""
     keys, values = (t.expand(1, 600, -1, -1) for t in tokens(120, heads=1))
-    method, table = subgen(f"budget=40:normalizer=paper:{sampling}"), ExactTable(0, 1)
+    method, table = subgen(f"budget=40:normalizer=paper:{sampling}"), SlotTable(LayerContext(0, 1))
     feed(table, method, keys, values, [100] + [1] * 20)
     query = keys[:, :, :1] * 0.5
-    exact = (table.scale * (query @ keys.mT)).exp()[0, 0, 0]
+    exact = (table.forward.scale * (query @ keys.mT)).exp()[0, 0, 0]
     out, (_, log_den) = ops.weighted_attention(
-        query, table.key_slots(), table.value_slots(), table.log_num, table.log_den, table.scale, return_state=True
+        query,
+        table.key_slots(),
+        table.value_slots(),
+        table.log_num,
+        table.log_den,
+        table.forward.scale,
+        return_state=True,
     )
     den = log_den[0, :, 0].double().exp()
     num = out[0, :, 0, 0].double() * den
@@ -37,7 +44,7 @@ def test_the_two_sums_of_a_table_are_unbiased(sampling: str) -> None:
 
 def test_self_normalised_output_stays_among_the_values() -> None:
     keys, values = tokens(200)
-    method, table = subgen("budget=40:normalizer=self"), ExactTable(0, 1)
+    method, table = subgen("budget=40:normalizer=self"), SlotTable(LayerContext(0, 1))
     feed(table, method, keys, values, [200])
     assert table.log_num is None
     assert read(table, keys[:, :, -5:] * 3).norm(dim=-1).max() <= values.norm(dim=-1).max() * (1 + 1e-5)
@@ -49,7 +56,7 @@ def test_clipping_bounds_the_ratio_of_the_sums() -> None:
     keys[:, :, 77] *= 6.0
     query = keys[:, :, 77:78] * 0.3
     plain, clipped = subgen("budget=40:normalizer=paper"), subgen("budget=40:normalizer=clipped:rho=2")
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(table, plain, keys, values, [200])
     health = plain.health(table, query)
     assert health.abs().max() > math.log(2.0), "the sums must disagree somewhere, or nothing is tested"
@@ -62,7 +69,7 @@ def test_clipping_bounds_the_ratio_of_the_sums() -> None:
 
 def test_health_is_zero_while_everything_is_exact_and_near_zero_after() -> None:
     keys, values = tokens(400, heads=8)
-    method, table = subgen("budget=200:normalizer=clipped"), ExactTable(0, 1)
+    method, table = subgen("budget=200:normalizer=clipped"), SlotTable(LayerContext(0, 1))
     feed(table, method, keys, values, [150])
     assert method.health(table, keys[:, :, -1:]).abs().max() == 0
     feed(table, method, keys[:, :, 150:], values[:, :, 150:], [250])
@@ -75,7 +82,7 @@ def test_coalescing_changes_neither_output_nor_storage(setting: str) -> None:
     keys, values = tokens(60)
     tables = []
     for coalesce in ("true", "false"):
-        tables.append(ExactTable(0, 1))
+        tables.append(SlotTable(LayerContext(0, 1)))
         method = subgen(f"budget=50:delta=1.0:{setting}:coalesce={coalesce}")
         feed(tables[-1], method, keys, values, [51] + [1] * 9)
     once, apart = tables
@@ -87,7 +94,7 @@ def test_coalescing_changes_neither_output_nor_storage(setting: str) -> None:
 @pytest.mark.parametrize("setting", ["normalizer=clipped", "normalizer=self", "sampling=mixed", "sampling=mixed:s=1"])
 def test_values_of_zero_read_as_zero(setting: str) -> None:
     keys, values = tokens(100)
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(table, subgen(f"budget=30:{setting}"), keys, values * 0, [90] + [1] * 10)
     assert (read(table, keys[:, :, :1]) == 0).all()
 
@@ -111,7 +118,7 @@ def test_a_model_reads_both_sums_of_a_bounded_table(new: int, normalizer: str, m
         model(ids[:, 60:], past_key_values=cache)
     table, queries = seen["table"], seen["queries"].double()
     group = queries.shape[1] // table.keys.shape[1]
-    scores = table.scale * queries @ table.keys.read.double().repeat_interleave(group, 1).mT  # [B, Hq, n, S]
+    scores = table.forward.scale * queries @ table.keys.read.double().repeat_interleave(group, 1).mT  # [B, Hq, n, S]
     last = 60 + torch.arange(new)[:, None]
     visible = (table.index >= 0).repeat_interleave(group, 1)[:, :, None] & (
         table.index.repeat_interleave(group, 1)[:, :, None] <= last
@@ -132,7 +139,7 @@ def test_a_model_reads_both_sums_of_a_bounded_table(new: int, normalizer: str, m
 def test_self_normalised_weights_stand_for_all_tokens(sampling: str) -> None:
     """The weights of the samples add up to the tokens folded, in the mean over 600 heads. False alarm: 6e-5."""
     keys, values = (t.expand(1, 600, -1, -1) for t in tokens(150, heads=1))
-    method, table = subgen(f"budget=40:sampling={sampling}"), ExactTable(0, 1)
+    method, table = subgen(f"budget=40:sampling={sampling}"), SlotTable(LayerContext(0, 1))
     feed(table, method, keys, values, [120] + [1] * 30)
     exact = table.log_den == 0
     total = table.log_den.double().exp().sum(-1)[0]
@@ -150,7 +157,7 @@ def test_a_zero_value_counts_in_the_mixed_denominator() -> None:
     keys, values = (t.expand(1, 600, -1, -1) for t in (keys, values))
     means = {}
     for sampling in ("norms", "mixed"):
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         feed(table, subgen(f"budget=40:sampling={sampling}"), keys, values, [150])
         total = table.log_den.double().exp().sum(-1)[0]
         means[sampling] = (float(total.mean()), 4 * float(total.std()) / 600**0.5)
@@ -164,7 +171,7 @@ def test_clusters_cover_a_prompt_whose_keys_drift() -> None:
     """
     keys, values = tokens(600, heads=4)
     keys = keys + torch.linspace(0, 6, 600)[:, None].to(keys)
-    method, table = subgen("budget=80:normalizer=clipped"), ExactTable(0, 1)
+    method, table = subgen("budget=80:normalizer=clipped"), SlotTable(LayerContext(0, 1))
     feed(table, method, keys, values, [600])
     state = state_of(table)
     middle = keys[:, :, 4:580]

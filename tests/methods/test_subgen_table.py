@@ -7,7 +7,9 @@ import torch
 
 from kvsketch import CompressedCache
 from kvsketch.methods.subgen.slots import exact_until, layout_of, state_of
-from kvsketch.slots.table import NEG_INF, ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.parts import NEG_INF
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
 from tests.methods.subgen_tables import DEVICE, SIZE, feed, read, subgen, tokens
@@ -33,7 +35,7 @@ def test_however_the_tokens_arrive_the_table_is_the_same(chunks: str, setting: s
     keys, values = tokens(150)
     values[:, :, 60] = 0.0
     method = subgen(f"budget=40:{SETTINGS[setting]}".rstrip(":"))
-    whole, other = ExactTable(0, 1), ExactTable(0, 1)
+    whole, other = SlotTable(LayerContext(0, 1)), SlotTable(LayerContext(0, 1))
     feed(whole, method, keys, values, [150])
     feed(other, method, keys, values, CHUNKS[chunks])
     assert torch.equal(whole.index, other.index)
@@ -58,14 +60,14 @@ def test_a_row_does_the_same_alone_and_beside_longer_ones(setting: str) -> None:
     lengths, steps = [90, 30, 12], 50
     method = subgen(setting)
     keys, values = tokens(90 + steps, batch=3)
-    together = ExactTable(0, 1)
+    together = SlotTable(LayerContext(0, 1))
     together.append(keys[:, :, :90], values[:, :, :90])
     together.padding = torch.tensor([90 - n for n in lengths], device=DEVICE)
-    together.scale = SIZE**-0.5
+    together.forward.scale = SIZE**-0.5
     method.compress(together, keys)
     alone = []
     for row, length in enumerate(lengths):
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         feed(table, method, keys[row : row + 1, :, 90 - length :], values[row : row + 1, :, 90 - length :], [length])
         alone.append(table)
     for step in range(90, 90 + steps):
@@ -85,7 +87,7 @@ def test_a_row_does_the_same_alone_and_beside_longer_ones(setting: str) -> None:
 def test_a_table_given_its_shape_early_ends_as_the_one_that_was_not() -> None:
     keys, values = tokens(80)
     method = subgen("budget=40")
-    early, late = ExactTable(0, 1), ExactTable(0, 1)
+    early, late = SlotTable(LayerContext(0, 1)), SlotTable(LayerContext(0, 1))
     feed(late, method, keys, values, [20] + [1] * 60)
     feed(early, method, keys, values, [20])
     method.bound(early, 80)
@@ -108,7 +110,7 @@ def test_budget_is_a_promise_for_every_size(normalizer: str) -> None:
         plan = method.plan(budget)
         total = plan.sinks + plan.recent + plan.samples + plan.clusters * (plan.per_cluster + 1)
         assert total <= budget <= total + plan.per_cluster
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         feed(table, method, keys, values, [60] + [1] * 10)
         assert table.stored() <= budget
         assert {0, 1} <= set(table.index[0, 0].tolist())
@@ -118,7 +120,7 @@ def test_budget_is_a_promise_for_every_size(normalizer: str) -> None:
 def test_shares_follow_the_prompt_as_it_grows(share: str) -> None:
     keys, values = tokens(200)
     method = subgen(f"budget={share}:normalizer=clipped")
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     for chunk in ([20], [60], [1] * 5, [115]):
         done = table.seen
         feed(table, method, keys[:, :, done:], values[:, :, done:], chunk)
@@ -136,7 +138,7 @@ def test_shares_follow_the_prompt_as_it_grows(share: str) -> None:
 @pytest.mark.parametrize("normalizer", ["clipped", "self"])
 def test_bytes_are_those_of_the_formula(budget: int, normalizer: str) -> None:
     """e [(m (t + 1) d + (s + sinks + recent + 1) (d + dv)] + 12 per slot + 4 (m + s), within 2%, at 8B shapes."""
-    method, table = subgen(f"budget={budget}:normalizer={normalizer}"), ExactTable(0, 1)
+    method, table = subgen(f"budget={budget}:normalizer={normalizer}"), SlotTable(LayerContext(0, 1))
     size, heads, element = 128, 2, 2
     generator = torch.Generator().manual_seed(0)
     keys, values = (
@@ -161,7 +163,7 @@ def test_policies_under_pressure() -> None:
     keys, values = tokens(200)
     result = {}
     for policy in ("absorb", "double", "grow"):
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         feed(table, subgen(f"budget=40:normalizer=clipped:policy={policy}:delta=0.01"), keys, values, [100] + [1] * 100)
         result[policy] = table
         assert int(state_of(table).counts[0, 0].sum()) == 200 - 4 - 10
@@ -201,7 +203,7 @@ def test_settings_generate_with_padding(setting: str) -> None:
 
 def test_a_share_that_leaves_no_room_keeps_sinks_and_window() -> None:
     keys, values = tokens(102)
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(table, subgen("budget=4%:sinks=2:normalizer=clipped"), keys, values, [100, 1, 1])
     assert table.stored() <= 4
     assert set(table.index[0, 0].tolist()) - {-1} == {0, 1, 100, 101}

@@ -15,7 +15,8 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import Uniform
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 
 HEADS, SIZE, SIGMAS = 800, 4, 4.0
@@ -32,7 +33,7 @@ def feed(table: SlotTable, method: Uniform, keys: Tensor, values: Tensor, chunks
     for chunk in chunks:
         part = slice(start, start + chunk)
         table.append(keys[:, :, part], values[:, :, part])
-        table.scale = 0.5
+        table.forward.scale = 0.5
         method.compress(table, keys[:, :, part])
         start += chunk
 
@@ -52,7 +53,7 @@ def weights_of(table: SlotTable, count: int) -> Tensor:  # [H, count]
 def test_both_sums_are_unbiased_with_the_variance_of_a_simple_random_sample(chunks: list[int]) -> None:
     """Var = n^2 (1 - m / n) S^2 / m for m of n tokens drawn without replacement; sinks and window add nothing to it."""
     keys, values = tokens(120)
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(table, Uniform(budget=40, sinks=4, recent=8), keys, values, chunks)
     query = keys[:, :, :1]
     e = (0.5 * (query @ keys.mT)).double().exp()[0, 0, 0]
@@ -70,14 +71,14 @@ def test_both_sums_are_unbiased_with_the_variance_of_a_simple_random_sample(chun
 
 def test_weights_add_up_to_the_tokens_and_are_optional() -> None:
     keys, values = tokens(120, heads=3)
-    table = ExactTable(0, 1)
+    table = SlotTable(LayerContext(0, 1))
     feed(table, Uniform(budget=40, sinks=4, recent=8), keys, values, [100] + [1] * 20)
     weights = weights_of(table, 120)
     torch.testing.assert_close(weights.sum(-1), torch.full((3,), 120.0, dtype=torch.float64))
     assert (weights[:, :4] == 1).all() and (weights[:, -8:] == 1).all(), "sinks and window weigh 1"
     drawn = weights[:, 4:112]
     torch.testing.assert_close(drawn[drawn > 0], torch.full((3 * 28,), 108 / 28, dtype=torch.float64))
-    plain = ExactTable(0, 1)
+    plain = SlotTable(LayerContext(0, 1))
     feed(plain, Uniform(budget=40, sinks=4, recent=8, weights=False), keys, values, [100] + [1] * 20)
     assert weights_of(plain, 120).sum(-1).tolist() == [40.0] * 3
 
@@ -97,7 +98,7 @@ def test_every_token_weighs_one_in_the_mean_over_several_turns(case: str) -> Non
     share, chunks = TURNS[case]
     count = sum(chunks)
     keys, values = tokens(count)
-    method, table = Uniform(budget=share, sinks=4, recent=8), ExactTable(0, 1)
+    method, table = Uniform(budget=share, sinks=4, recent=8), SlotTable(LayerContext(0, 1))
     feed(table, method, keys, values, chunks[:1])
     if case == "early_shape":
         method.bound(table, count)
@@ -126,14 +127,14 @@ def test_strata_of_a_row_do_not_depend_on_the_batch() -> None:
     method = Uniform(budget="25%", sinks=2, recent=4)
     generator = torch.Generator().manual_seed(0)
     keys, values = (torch.randn(3, 2, 200 + sum(turns), SIZE, generator=generator) for _ in range(2))
-    together = ExactTable(0, 1)
+    together = SlotTable(LayerContext(0, 1))
     together.append(keys[:, :, :200], values[:, :, :200])
     together.padding = torch.tensor([200 - n for n in lengths])
     method.compress(together, keys)
     feed(together, method, keys, values, turns)
     assert together.state.strata.shape == (3, 3)
     for row, length in enumerate(lengths):
-        table = ExactTable(0, 1)
+        table = SlotTable(LayerContext(0, 1))
         own = [t[row : row + 1, :, 200 - length :] for t in (keys, values)]
         feed(table, method, *own, [length, *turns])
         for head in range(2):

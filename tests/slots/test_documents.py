@@ -14,7 +14,7 @@ from kvsketch.decode.sampling import Draw
 from kvsketch.decode.shared import SharedRows
 from kvsketch.slots import documents as shared_documents
 from kvsketch.slots.documents import DocumentRows
-from kvsketch.slots.store import row_parts, slot_parts
+from kvsketch.slots.store import row_parts
 from tests.helpers import zoo
 
 METHOD = "rehearse:budget=50%:sinks=2:recent=4:wait=64:chunk=64"
@@ -47,7 +47,7 @@ def check(store: DocumentRows, documents: list[CompressedCache], reads: dict[int
             assert document not in reads.values()
             continue
         tables = [layer.table for layer in document.slot_layers]
-        parts = [slot_parts(table) for table in tables]
+        parts = [table.parts.named() for table in tables]
         assert all(each.keys() == store.store.slots.keys() for each in parts)
         # The numbers of its tokens are not read there, and the clock of the rows may have changed them.
         for name in parts[0].keys() - {"index"}:

@@ -11,7 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from kvsketch.slots import hot_set, offloaded
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 
 HEADS, LISTS, SIZE, TAIL_TOKENS, SINKS = 2, 2, 4, 5, 2
 
@@ -42,7 +43,7 @@ class Pair:
     """An offloaded table beside everything it was given."""
 
     def __init__(self, batch: int, tokens: int, places: int) -> None:
-        self.table, self.places = ExactTable(2, 4), places
+        self.table, self.places = SlotTable(LayerContext(2, 4)), places
         self.generator = torch.Generator().manual_seed(0)
         self.keys = self.values = torch.empty(batch, HEADS, 0, SIZE)
         self.append(tokens)
@@ -171,4 +172,4 @@ def test_two_steps_kept_hit_at_least_as_often_as_one(accesses: list[list[int]]) 
 
 
 def test_nothing_read_yet_has_no_hit_rate() -> None:
-    assert hot_set.hit_rate([ExactTable(0, 1).hot]) is None
+    assert hot_set.hit_rate([SlotTable(LayerContext(0, 1)).hot]) is None

@@ -25,13 +25,14 @@ from torch import Tensor
 
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.work_list import fixed_work_list
-from kvsketch.slots import codes
+from kvsketch.slots import codes, in_place
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import FewBits
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.rows import RaggedRows, RowNeeds
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.table import SlotTable
 
 LAYERS, HEADS, SIZE = 2, 2, 8
 ROWS, BATCHES = 4, (1, 2, 4)  # rows of the store, and those that a step takes
@@ -116,7 +117,7 @@ class Machine(RuleBasedStateMachine):
             # The first tokens are unlike the others, and stay exact.
             keys, values = (torch.randn(1, HEADS, tokens, SIZE, generator=self.random) for _ in range(2))
             keys[:, :, : codes.EXACT] *= 20
-            table = ExactTable(layer, LAYERS, bits=self.bits)
+            table = SlotTable(LayerContext(layer, LAYERS, bits=self.bits))
             table.append(keys, values)
             state = table.state_of(Noted)
             state.score = torch.rand(1, HEADS, tokens, generator=self.random)
@@ -139,7 +140,7 @@ class Machine(RuleBasedStateMachine):
             for index, *chosen in zip(table.index_slots(), stays, weights, strict=True):
                 self._decide_layer(next(layers), row, index, *chosen)
             table.keep(stays, Layout.of(stays.sum(-1) + SPARE, bool(self.bits)), weights)
-            table.note(settled=table.seen)
+            table.count(settled=table.seen)
         row.settled, row.left = row.seen, WAIT
 
     def _decide_layer(self, layer: int, row: Row, index: Tensor, stays: Tensor, weights: Tensor) -> None:
@@ -258,7 +259,7 @@ class Machine(RuleBasedStateMachine):
         for layer, table in enumerate(tables):
             keys, values = (torch.randn(count, HEADS, 1, SIZE, generator=self.random) for _ in range(2))
             table.append(keys, values)
-            table.advance()
+            in_place.advance(table)
             note = torch.rand(count, 3, generator=self.random)
             table.state_of(Noted).note.copy_(note)
             for number, row in self.rows.items():

@@ -23,12 +23,13 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from kvsketch.ops import codec as codecs
-from kvsketch.slots import codes
+from kvsketch.slots import codes, packing
 from kvsketch.slots.codes import FewBits
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import RequestPages, RequestShape, like_table
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import ExactTable, Place, SlotTable
+from kvsketch.slots.table import SlotTable
 
 LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 PAGES, SLOTS, ROOM = 4, 12, 5  # slots of a head on average, and new tokens of a head that wait
@@ -81,7 +82,7 @@ class Machine(RuleBasedStateMachine):
     @initialize(seed=st.integers(0, 2**20))
     def begin(self, seed: int) -> None:
         self.random = torch.Generator().manual_seed(seed)
-        self.places = [Place(layer, LAYERS, bits=self.bits) for layer in range(LAYERS)]
+        self.places = [LayerContext(layer, LAYERS, bits=self.bits) for layer in range(LAYERS)]
         like = [like_table(place, Waiting, HEADS, SIZE, SIZE, torch.float32) for place in self.places]
         shape = RequestShape(like[0], LAYERS, QUERY_HEADS, SLOTS, ROOM, LONGEST)
         # Memory that others have used: as floating point numbers it is nan.
@@ -104,7 +105,7 @@ class Machine(RuleBasedStateMachine):
     @rule(page=st.integers(1, PAGES), tokens=st.integers(2, 40), cut=st.booleans())
     def put(self, page: int, tokens: int, cut: bool) -> None:
         """A request that begins; the page may be another's, who has gone. A short one may be put as it was read."""
-        tables = [ExactTable(**vars(place)) for place in self.places]
+        tables = [SlotTable(place) for place in self.places]
         request = Held({}, [], tokens, tokens)
         for layer, table in enumerate(tables):
             pair = {name: self._random(1, HEADS, tokens, SIZE) for name in ("keys", "values")}
@@ -121,14 +122,14 @@ class Machine(RuleBasedStateMachine):
             self._decide(tables, request)
         else:
             for table in tables:
-                table.note(settled=table.seen)
+                table.count(settled=table.seen)
         self.pages.put(page, tables)
         self.requests[page] = request
 
     def _decide(self, tables: list[SlotTable], request: Held) -> None:
         """Tokens go until the page has room for the others, which get weights: in the tables and in the model."""
         for layer, table in enumerate(tables):
-            table.unpack()
+            packing.unpack(table)
             index = table.index_slots()
             stays, weights = torch.zeros(table.shape, dtype=torch.bool), torch.zeros(table.shape)
             # What one head has more than the average, the other has less.
@@ -143,7 +144,7 @@ class Machine(RuleBasedStateMachine):
                     stays[0, head, at], weights[0, head, at] = True, token.held[-2]
                 request.heads[layer, head] = kept
             table.keep(stays, Layout.of(stays.sum(-1) + 1, bool(self.bits)), weights)
-            table.note(settled=table.seen)
+            table.count(settled=table.seen)
         request.settled, request.queries = request.seen, [[] for _ in range(LAYERS)]
 
     def _tables(self, page: int) -> list[SlotTable]:

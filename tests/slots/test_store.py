@@ -25,13 +25,14 @@ from hypothesis.stateful import (
 from torch import Tensor
 
 from kvsketch.ops import codec as codecs
-from kvsketch.slots import codes
+from kvsketch.slots import codes, in_place, packing
 from kvsketch.slots.codes import FewBits
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import Pages, PageShape, RequestPages, RequestShape, like_table
 from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, count_to
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import ExactTable, Place, SlotTable
+from kvsketch.slots.table import SlotTable
 
 LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 ENTRIES, BUDGET, ROOM = 4, 10, 5  # slots of a head (on average), new tokens that wait where heads differ
@@ -78,7 +79,7 @@ class Form:
     State: ClassVar[type[TableState]] = Scored
 
     def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
-        self.places = [Place(layer, LAYERS, bits=bits) for layer in range(LAYERS)]
+        self.places = [LayerContext(layer, LAYERS, bits=bits) for layer in range(LAYERS)]
 
     def put(self, entry: int, tables: list[SlotTable]) -> None:
         raise NotImplementedError
@@ -131,7 +132,7 @@ class OnOneClock(Form):
         self.rows.before_step(tables)
         for table, (keys, values) in zip(tables, new, strict=True):
             table.append(keys[:count], values[:count])
-            table.free_lowest(None, 0, 0) if self.evicts else table.advance()
+            in_place.free_lowest(table, None, 0, 0) if self.evicts else in_place.advance(table)
         self.clock += 1
 
     def read(self, entry: int, request: Request) -> list[SlotTable]:
@@ -222,7 +223,7 @@ class EqualInPages(Form):
         for pages, (keys, values) in zip(self.pages, new, strict=True):
             table = pages.rows(at, seen)
             table.append(keys[at - 1], values[at - 1])
-            table.free_lowest(None, 0, 0)
+            in_place.free_lowest(table, None, 0, 0)
             pages.put_step(at, table, seen)
 
     def memory(self) -> list[Tensor]:
@@ -299,7 +300,7 @@ class Machine(RuleBasedStateMachine):
             keys[:, :, : codes.EXACT] *= 20
             if value is not None:
                 keys, values = torch.full_like(keys, value), torch.full_like(values, value)
-            table = ExactTable(layer, LAYERS, bits=self.bits)
+            table = SlotTable(LayerContext(layer, LAYERS, bits=self.bits))
             table.append(keys, values)
             score = torch.rand(1, HEADS, tokens, generator=self.random)
             table.state_of(self.form.State).score = score
@@ -322,7 +323,7 @@ class Machine(RuleBasedStateMachine):
         request.capacity = BUDGET + 1 if self.form is EqualInPages else equal + 1
         layers = iter(range(LAYERS))
         for table in tables:
-            table.unpack()
+            packing.unpack(table)
             index = table.index_slots()
             stays, weights = torch.zeros(table.shape, dtype=torch.bool), torch.zeros(table.shape)
             for row in range(table.shape[0]):
@@ -335,7 +336,7 @@ class Machine(RuleBasedStateMachine):
                 table.rebuild(chosen, request.capacity - 1, weights.gather(2, chosen))
             else:
                 table.keep(stays, Layout.of(stays.sum(-1) + 1, bool(self.bits)), weights)
-            table.note(settled=table.seen)
+            table.count(settled=table.seen)
         request.settled = request.seen
 
     def _keep(

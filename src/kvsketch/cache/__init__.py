@@ -23,10 +23,14 @@ streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or unde
 compaction.py   spans of a text that are rehearsed where they lie
 repetition.py   the model repeats a text, for methods that choose by that
 doubt.py        how unsure the model was of an answer
+learning.py     what a model learns once from texts: directions and maps
 fitting.py      maps of a model that stand for a repetition
 text.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache
 memory.py       bytes that a cache takes, and a budget from bytes
+promise.py      the smallest cache from which the model still says its text
+probes.py       passages and lookups that test it
+overview.py     what a cache holds, in five lines
 saving/         caches as checked files
 patches.py      wrappers around functions of other libraries, and how they go
 """

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from kvsketch.cache import chunks
-from kvsketch.cache.checks import require_supported
+from kvsketch.cache.checks import UNSUPPORTED, require_supported
 from kvsketch.cache.latent import Absorbed, LatentLayer, expands
 from kvsketch.cache.layer import TAG, LayerView
 from kvsketch.cache.patches import Patch
@@ -55,7 +55,9 @@ def _attend_module(
     **kwargs: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """What a model calls in place of its own function: [B, Hq, n, D] queries in, [B, n, Hq, Dv] out."""
-    require_supported(module, view, query, value, kwargs)
+    changed = value is not view.values and value.shape != view.handed_shape
+    if changed or kwargs.get("use_cache") is False or not UNSUPPORTED.isdisjoint(kwargs):
+        require_supported(module, view, query, value, kwargs)
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     options = {"softcap": kwargs.get("softcap"), "sink_logits": kwargs.get("s_aux")}
     if "sdpa" in getattr(own, "__name__", ""):
@@ -89,7 +91,8 @@ def _attend_latents(
     absorbed = form.queries(query)
 
     def read_exactly() -> tuple[Tensor, None]:
-        return view.attend(absorbed, scale, mask, **options).transpose(1, 2), None
+        with plain():
+            return view.attend(absorbed, scale, mask, **options).transpose(1, 2), None
 
     return form.heads(attend(view, module, absorbed, scale, mask, read_exactly, **options)[0]), None
 
@@ -116,16 +119,20 @@ def attend(
     if not view.appended:
         attended = chunks.attend(view, module, query, scale, mask, bias, **options)
         return attended.transpose(1, 2).contiguous(), None
-    if query.shape[2] == 1 and bias is None:
-        # A recall method lets a single query read a part of the slots; None: it reads all.
-        layer.table.note(scale=scale)
-        with plain():
-            attended = layer.method.attend(layer.table, query, **options)
-    if attended is None and view.exact and layer.table.document is None:
-        output, weights = own()
-    else:
-        if attended is None:
+    table, exact = layer.table, view.exact and layer.table.document is None
+    with plain():
+        if layer.attends and query.shape[2] == 1 and bias is None:
+            # A recall method lets a single query read a part of the slots; None: it reads all.
+            table.forward.scale = scale
+            attended = layer.method.attend(table, query, **options)
+        if attended is None and not exact:
             attended = view.attend(query, scale, mask, bias, **options)
-        output = attended.transpose(1, 2).contiguous()
-    view.finish(module, query, scale, mask)
+        if attended is not None:
+            output = attended.transpose(1, 2).contiguous()
+            view.finish(module, query, scale, mask)
+            return output, None
+    # The model's own attention may need gradients.
+    output, weights = own()
+    with plain():
+        view.finish(module, query, scale, mask)
     return output, weights

@@ -9,15 +9,17 @@ from torch import Tensor, nn
 
 from kvsketch.cache.layer import LayerView
 
+UNSUPPORTED = {"position_bias", "indices", "block_indices"}  # arguments of attention that a slot table cannot serve
+
 
 def require_supported(module: nn.Module, view: LayerView, query: Tensor, value: Tensor, kwargs: dict[str, Any]) -> None:
     """Raises for attention that a slot table cannot serve, naming the model's attention class."""
-    if kwargs.get("use_cache") is False and view.layer.table.rank == 0 and _comes_again(view, query, kwargs):
+    if kwargs.get("use_cache") is False and view.layer.table.context.rank == 0 and _comes_again(view, query, kwargs):
         raise ValueError(
-            "use_cache=False feeds the whole text at every step into the cache, which has read it already; leave it "
-            "out or drop the cache, and call cache.reset() to use it again"
+            "use_cache=False feeds the whole text to the cache again at every step; leave it "
+            "out or pass no cache, and call cache.reset() to use it again"
         )
-    for name in ("position_bias", "indices", "block_indices"):
+    for name in UNSUPPORTED:
         if kwargs.get(name) is not None:
             raise ValueError(
                 f"{type(module).__name__} passes {name!r} to its attention, which kvsketch cannot "

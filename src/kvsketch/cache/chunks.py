@@ -49,7 +49,7 @@ def attend(
                 )
             return call.read(view.reading, 0, new)
         prompt = (layer.forward.prompt or _described(layer, mask, new)).on(query.device)
-        layer.table.note(scale=scale)
+        layer.table.forward.scale = scale
         if len(spans) == 1:
             out = _attend_chunk(view, call, prompt, 0, new)
         else:
@@ -72,7 +72,7 @@ def _attend_chunk(view: LayerView, call: _Call, prompt: masks.Prompt, start: int
 
     def take() -> None:
         table.append(keys, values, prompt.end if layer.forward.chunk is not None else None)
-        table.note(padding=prompt.padding_at(table.seen))
+        left_padding.give(table, prompt.padding_at(table.seen))
 
     layer.method.prepare(table, keys, values)
     require_on_device(table, layer.model_name)
@@ -127,7 +127,7 @@ class _Call(NamedTuple):
             past=reading.past, hidden=reading.hidden, clip=method.clip, return_state=True, **self.options,
         )  # fmt: skip
         if method.wants_row_lse and reading.hidden is None and all(option is None for option in self.options.values()):
-            table.note_attention(row_lse)
+            table.forward.note_attention(row_lse)
         if table.document is None:
             return out
         return document.joined(table, query, out, row_lse, self.scale, self.options.get("softcap"))
@@ -160,14 +160,16 @@ def require_one_chunk(layer: SlotLayer, new: int) -> None:
     """Raises ValueError where a stream of several chunks comes in one forward and layers decide together: the first
     layer would read the second chunk before the last has read the first.
     """
-    chunk = layer.forward.chunk
+    chunk, method = layer.forward.chunk, layer.method
     chunks = len(chunk_spans(new, chunk))
-    if chunks > 1 and layer.method.settles:
-        raise ValueError(
-            f"{layer.method.name} decides over all layers after each chunk, and {new} tokens in one forward are "
-            f"{chunks} chunks of {chunk}; read them with kvsketch.prefill, kvsketch.generate or model.generate, "
-            "which feed the model chunk by chunk, or make the cache with prefill='exact'"
-        )
+    if chunks == 1 or not (method.settles or layer.table.stored_bits.auto):
+        return
+    what = "decides over all layers after each chunk" if method.settles else "chooses bits for all layers together"
+    raise ValueError(
+        f"{method} {what}, and {new} tokens in one forward are {chunks} chunks of {chunk}; read them with "
+        "kvsketch.prefill, kvsketch.generate or model.generate, which feed the model chunk by chunk, or make the "
+        "cache with prefill='exact'"
+    )
 
 
 def require_stream(prefill: str, chunk: int) -> None:

@@ -1,21 +1,24 @@
-"""Spans of a text that are rehearsed where they lie: a finished tool result grows small, the prompt around it stays."""
+"""Spans of a text that are rehearsed in place: a finished tool result grows small, the prompt around it stays."""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from torch import Tensor
 
 from kvsketch.cache import rollback
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.repetition import Repeating, say_again
+from kvsketch.cache.repetition import say_again
 from kvsketch.methods.budget import Size
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.compacting import Stretch, undecided
 from kvsketch.methods.replay import Piece
 from kvsketch.slots.tensors import plain
+
+if TYPE_CHECKING:
+    from kvsketch.cache.compressed import CompressedCache
 
 
 class Span(NamedTuple):
@@ -27,7 +30,11 @@ class Span(NamedTuple):
 
 
 def compact(
-    cache: Repeating, spans: Sequence[Span], shares: Mapping[str, str], model: Any = None, ids: Tensor | None = None
+    cache: CompressedCache,
+    spans: Sequence[Span],
+    shares: Mapping[str, str],
+    model: Any = None,
+    ids: Tensor | None = None,
 ) -> int:
     """Rehearses the spans in all layers together; the number of tokens that the model has repeated for it."""
     method, layers = cache.method, cache.slot_layers
@@ -43,7 +50,9 @@ def compact(
     return 0
 
 
-def _repeated(cache: Repeating, method: Rehearse, stretches: Sequence[Stretch], model: Any, ids: Tensor | None) -> int:
+def _repeated(
+    cache: CompressedCache, method: Rehearse, stretches: Sequence[Stretch], model: Any, ids: Tensor | None
+) -> int:
     """The model repeats one stretch after the other, as long as it has positions behind the text."""
     if model is None or ids is None:
         raise ValueError(

@@ -23,6 +23,7 @@ from kvsketch.cache import (
     fitting,
     interrupted,
     making,
+    overview,
     repetition,
     rollback,
     saving,
@@ -38,27 +39,32 @@ from kvsketch.cache.promise import Promise
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.cache.text import ReadBehind, TextRead
 from kvsketch.defaults import CHUNK, SEED
+from kvsketch.environment import warn_of_untested
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.methods.capabilities import Support
+from kvsketch.slots import coding
+from kvsketch.slots.bytes import host_tensors
+from kvsketch.slots.codes import AUTO
 from kvsketch.slots.heads import head_share
 from kvsketch.slots.hot_set import hit_rate
 from kvsketch.slots.tensors import copies, plain
 
 
 class CompressedCache(Cache):
-    """A KV cache for `model.generate(..., past_key_values=cache)` that a method keeps small.
+    """A compressed KV cache for `model.generate(..., past_key_values=cache)`.
 
         cache = CompressedCache(model, "streamingllm:budget=1024")
 
-    `model` is a model or its config; `method` a text form or a Method. Full-attention layers are compressed;
-    sliding-window and linear-attention layers stay native. The model is not changed. `seed`: of methods that draw.
-    `check`: a nan or inf in a key or value is an error that names its layer and head (asks the device at every step).
+    `model` is a model or its config; `method` a method string or a Method. Full-attention layers are compressed;
+    sliding-window and linear-attention layers stay native. The model is not changed. `seed` is for random
+    methods. `check`: a nan or inf in a key or value raises an error with layer and head (synchronises at every step).
 
     `prefill`: "exact" reads the whole prompt and then compresses it. "stream" reads `chunk` tokens at a time; each
-    chunk attends to itself and to what is left of the chunks before, so the whole prompt never has to fit.
+    chunk attends to itself and to what is stored of earlier chunks, so the whole prompt need not fit into memory.
 
-    `memory`, such as "2GB": the method gets the largest budget with which `batch` prompts of `context` tokens (the
-    positions of the model unless given) take no more bytes on the device; `cache.method` says which that was.
+    `memory`, such as "2GB": the method gets the largest budget with which `batch` prompts of `context` tokens
+    (default: the positions of the model) fit into that device memory; `cache.method` shows it.
     """
 
     def __init__(
@@ -74,17 +80,18 @@ class CompressedCache(Cache):
         context: int | None = None,
         batch: int = 1,
     ) -> None:
+        warn_of_untested()
         require_stream(prefill, chunk)
         self.method = parse_method(method)
-        if prefill == "stream" and repetition.repeats(self.method) and self.method.promises:
-            raise ValueError(f"{self.method} tries several budgets on the whole text; use prefill='exact'")
+        if prefill == "stream" and (reason := self.method.capabilities.stream.reason) is not None:
+            raise ValueError(f"{self.method} cannot read a prompt in parts: {reason}; use prefill='exact'")
         self.check, self.prefill, self.chunk = check, prefill, chunk
         config = making.served_config(model, self.method)
         self.identity, self.head_share = ModelIdentity(model, config), head_share(model)
         self.model_name = str(config.model_type)
         native = making.native_layers(config)
         self.method = memory_sizes.fitted_to(memory, context, batch, self.method, model)
-        self.method = fitting.with_map(self.method, self.identity, self.head_share)
+        self.method = fitting.with_learned(self.method, self.identity, self.head_share)
         at_once = chunk if prefill == "stream" else None
         super().__init__(layers=making.compressed_layers(native, model, config, self.method, seed, at_once))
         attention.install()
@@ -105,13 +112,13 @@ class CompressedCache(Cache):
         return [layer for layer in self.layers if isinstance(layer, SlotLayer)]
 
     def continued(self) -> Self:
-        """A cache that goes on after this one, the document, which it reads where it lies and never changes.
+        """Returns a cache that continues this one (the document) and shares its slots read-only.
 
-        It holds what comes after alone, in any number of rows, compressed by the same method under a budget of its own:
+        It stores only what follows, in any number of rows, compressed by the same method with a budget of its own:
         a share is one of its own tokens. `tokens_seen` counts the document too. Any number of caches may continue one
         document; it takes no more tokens itself until `reset`, which leaves them as they are.
         """
-        if reason := self.why_not_continued():
+        if (reason := self.can_be_continued.reason) is not None:
             raise ValueError(reason)
         rollback.end_recording(self.layers)
         self.is_document = True
@@ -120,20 +127,21 @@ class CompressedCache(Cache):
         made.text, made.watched = ReadBehind.of(self.text), None
         return made
 
-    def why_not_continued(self) -> str:
-        """Why `continued` refuses; empty: it does not."""
-        return continuing.refusal(self.layers, self.method, self.model_name, self._left_behind())
+    @property
+    def can_be_continued(self) -> Support:
+        """Whether `continued` works now, and why not."""
+        return continuing.support(self.layers, self.method, self.model_name, self._left_behind())
 
     @property
     def tokens_before(self) -> int:
-        """Tokens of the document that this cache continues; 0: of none."""
+        """Tokens of the document that this cache continues, or 0."""
         return self.slot_layers[0].table.before
 
     def _require_own(self) -> None:
         """Raises RuntimeError where others continue what this cache holds."""
         if self.is_document:
             raise RuntimeError(
-                f"others continue the {self.tokens_seen} tokens of this cache, so that it cannot change; "
+                f"other caches continue the {self.tokens_seen} tokens of this cache, so it cannot change; "
                 f"{continuing.INSTEAD}"
             )
 
@@ -149,13 +157,17 @@ class CompressedCache(Cache):
         if layer_idx <= self._last_updated:
             self._require_own()
             interrupted.require_whole(self.layers, self._broken_off)
-            require_one_chunk(self.slot_layers[0], key_states.shape[2])
-            if self.method.settles or self.method.stored_bits.auto:
+            slot_layers = self.slot_layers
+            if key_states.shape[2] > 1:
+                require_one_chunk(slot_layers[0], key_states.shape[2])
+            if slot_layers[0].settles or slot_layers[0].table.context.bits.keys == AUTO:
                 # What layers decide together is decided before the first of them goes on.
-                for each in self.slot_layers:
+                for each in slot_layers:
                     each.end_draft()
         elif layer_idx > 0:
-            interrupted.require_read(self.layers[layer_idx - 1])
+            before = self.layers[layer_idx - 1]
+            if isinstance(before, SlotLayer) and (before.waiting is not None or before.refused):
+                interrupted.require_read(before)
         if self.check:
             require_finite(key_states, value_states, layer_idx, self.get_seq_length(layer_idx), self.model_name)
         self._last_updated = layer_idx
@@ -177,13 +189,12 @@ class CompressedCache(Cache):
         return self._broken_off or interrupted.left_behind(self.layers)
 
     def reset(self) -> None:
-        """Forgets everything; the cache is empty again, or as it was right after the document that it continues."""
+        """Empties the cache; one that continues a document goes back to the end of the document."""
         self.method, self.promise, self.watched = self.asked, None, None
         for layer in self.slot_layers:
             layer.reset()
-            layer.method = self.method
-            layer.table.note(bits=self.method.stored_bits)
-            making.follow_choice(layer.table, self.method)
+            layer.use(self.method)
+            coding.use_bits(layer.table, self.method.stored_bits)
         for number, native in self._empty.items():
             self.layers[number] = copy.deepcopy(native)
         self._last_updated, self._broken_off = len(self.layers), ""
@@ -191,11 +202,11 @@ class CompressedCache(Cache):
         self.text = self.text.start_over()
 
     def crop(self, tokens_to_remove: int) -> None:
-        """`crop(-k)` forgets the newest k tokens, as if they had never been read.
+        """`crop(-k)` removes the last k tokens, as if they had never been read.
 
         After `activate_past_recording()` this works for the tokens of the last forward. Without it, it works while the
         method has not dropped, summarised or scored any of them. Otherwise RuntimeError, and nothing changes. Tokens of
-        a document that this cache continues are never forgotten.
+        a document that this cache continues are never removed.
         """
         self._require_own()
         rollback.crop(self.layers, self.tokens_seen, -int(tokens_to_remove), self._broken_off, self.tokens_before)
@@ -218,10 +229,10 @@ class CompressedCache(Cache):
         self.text.forget()
 
     def replay(self, model: nn.Module, input_ids: Tensor, instruction: Tensor | None = None) -> None:
-        """Lets the model repeat what this cache has read and its method has not compressed yet (rehearse, kvzip).
+        """Replays with the model what was read and is not compressed yet (rehearse:replay=exact, kvzip).
 
-        `input_ids` [B, n] end with these tokens. `instruction`, token ids, is said before every chunk, such as those of
-        "Repeat the previous context exactly." in the model's chat template. Nothing of the repetition stays.
+        `input_ids` [B, n] end with these tokens. `instruction`, token ids, is read before every chunk, such as those of
+        "Repeat the previous context exactly." in the model's chat template. Nothing of the replay is stored.
         `kvsketch.prefill` and `generate` call this; it is needed after a forward of the model alone.
         """
         repetition.repeat(self, model, input_ids, instruction)
@@ -233,18 +244,17 @@ class CompressedCache(Cache):
         model: nn.Module | None = None,
         input_ids: Tensor | None = None,
     ) -> int:
-        """Rehearses spans of the text where they lie, each to the share of its kind (`rehearse:wait=compact`).
+        """Compresses spans of the text in place, each to the share of its kind (`rehearse:wait=compact`).
 
             cache.compact([Span("system", 0, 60), Span("tool", 75, 300)], {"tool": "1/8"}, model, input_ids)
 
-        Decides about all tokens up to the end of the last span. Kinds without a share, and what lies between spans,
-        stay as they are; so do spans that were decided before. Tokens behind may be compacted later, or taken back with
+        Decides about all tokens up to the end of the last span. Kinds without a share, text between spans, and spans
+        that were decided before stay unchanged. Tokens after the last span can be compacted later, or removed with
         `crop`. Positions do not change: the next turn reads its own tokens alone.
 
-        With `replay=exact` the model repeats the spans, of which the number of tokens is returned, and nothing but the
-        tokens themselves waits for that; `input_ids` [B, n] are those of the whole text. Spans for which it has no
-        positions left stay as they are. With `replay=virtual` some queries wait with each token, and both may be left
-        out.
+        With `replay=exact` the model reads the spans again; the number of their tokens is returned. `input_ids` [B, n]
+        are those of the whole text. Spans for which the model has no positions left stay unchanged. With
+        `replay=virtual` some queries are stored with each token, and `model` and `input_ids` are not needed.
         """
         self._require_own()
         interrupted.require_whole(self.layers, self._broken_off)
@@ -257,12 +267,12 @@ class CompressedCache(Cache):
 
     @property
     def tokens_stored(self) -> int:
-        """The most slots any KV head of a compressed layer holds."""
+        """Slots of the largest KV head of the compressed layers."""
         return max(layer.table.stored() for layer in self.slot_layers)
 
     @property
     def tokens_per_head(self) -> int:
-        """The mean of the slots that KV heads of compressed layers hold (asks the device)."""
+        """Mean number of slots over the KV heads of compressed layers (synchronises with the GPU)."""
         means = [layer.table.used_slots().double().mean().item() for layer in self.slot_layers]
         return round(sum(means) / len(means))
 
@@ -270,48 +280,52 @@ class CompressedCache(Cache):
     def device_bytes(self) -> int:
         """Bytes of every tensor on the model's device: keys, values, weights, index, state, native layers included.
 
-        Those of a document that it continues are not its own.
+        A document that it continues is not counted.
         """
         return memory_sizes.stored_bytes(self.layers)
 
     @property
     def host_bytes(self) -> int:
-        """Bytes the cache holds in host memory beside the device."""
-        return sum(t.nbytes for layer in self.slot_layers for t in layer.table.host_tensors())
+        """Bytes of the cache in host memory."""
+        return sum(t.nbytes for layer in self.slot_layers for t in host_tensors(layer.table))
 
     @property
     def hit_rate(self) -> float | None:
-        """With offload=host, the share of reads that found their token on the device."""
+        """With offload=host: the share of reads that found their token on the GPU."""
         return hit_rate(layer.table.hot for layer in self.slot_layers)
 
     def doubt(self) -> list[float]:
-        """How unsure the model was of its last answer, by row, from 0 to 1 (`doubt`; asks the device).
+        """How unsure the model was of its last answer, by row, from 0 to 1 (synchronises with the GPU).
 
         For answers of `kvsketch.ask`, and of `kvsketch.generate` with `doubt=True`.
         """
         if self.watched is None:
-            raise RuntimeError("no answer was watched: use kvsketch.generate(..., doubt=True), without beams or drafts")
+            raise RuntimeError(
+                "there is no answer to judge: use kvsketch.generate(..., doubt=True), without beams or drafts"
+            )
         return self.watched.values()
 
     def describe(self) -> str:
-        """A line for each compressed layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
+        """A line for each compressed layer: slots of its smallest and largest head, bits, bytes."""
         told = memory_sizes.description(self.slot_layers)
         return told if self.promise is None else f"{told}\n{self.promise}"
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
-        """Writes the cache to a file, in one step; see `saving`. `about`: words of your own, for `saving.about`."""
+        """Saves the cache to a file, in one step. `about`: your own notes, read with `saving.about`."""
         saving.require_complete(self.layers, self._left_behind())
         if self.tokens_before:
-            raise ValueError("a cache that continues a document is not saved; save the document, and read what follows")
+            raise ValueError(
+                "a cache that continues a document cannot be saved; save the document and read the rest again"
+            )
         # `check` is a debugging option and is not saved.
-        options = {"seed": self.slot_layers[0].table.seed, "prefill": self.prefill, "chunk": self.chunk}
+        options = {"seed": self.slot_layers[0].table.context.seed, "prefill": self.prefill, "chunk": self.chunk}
         model, read = self.identity.describe(self.head_share), dataclasses.asdict(self.text)
         promise = None if self.promise is None else self.promise.as_dict()
         saving.save(path, self.method, options, model, read, self.layers, about or {}, promise)
 
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: nn.Module | PretrainedConfig) -> CompressedCache:
-        """The cache that `save` wrote, on the model's device; ValueError when file or model are not the right ones."""
+        """Loads a saved cache to the model's device. A wrong file, or another model, raises ValueError."""
         with saving.opened(path) as saved:
             cache = cls(model, saved.method, **saved.options)
             saved.fill(cache.layers, model, cache.identity, cache.head_share)
@@ -326,11 +340,15 @@ class CompressedCache(Cache):
         with plain():
             memo.update(copies(tensor for table in tables for tensor in table.tensors()))
         # What never changes is shared.
-        memo |= {id(each): each for table in tables for each in (table.rotary, table.document, self.method)}
+        memo |= {id(each): each for table in tables for each in (table.context.rotary, table.document, self.method)}
         made = memo[id(self)] = self.__class__.__new__(self.__class__)
         vars(made).update({name: copy.deepcopy(value, memo) for name, value in vars(self).items()})
         made.is_document = False
         return made
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows (synchronises with the GPU)."""
+        return overview.as_html(overview.overview(self))
 
     def __repr__(self) -> str:
         counts = f"tokens_seen={self.tokens_seen}, tokens_stored={self.tokens_stored}"

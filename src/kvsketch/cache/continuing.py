@@ -16,48 +16,49 @@ from kvsketch.cache import families
 from kvsketch.cache.forward import Forward
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import link
-from kvsketch.methods import METHODS
+from kvsketch.methods import supporting
 from kvsketch.methods.base import Method
+from kvsketch.methods.capabilities import SUPPORTED, Support, no
+from kvsketch.plural import counted
 
 INSTEAD = "go on with cache.continued() or a copy.deepcopy(cache), or call cache.reset()"
 
 
-def refusal(layers: Sequence[Any], method: Method, model_name: str, broken_off: str) -> str:
-    """Why others cannot continue what these layers hold; empty: they can."""
+def support(layers: Sequence[Any], method: Method, model_name: str, broken_off: str) -> Support:
+    """Whether others can continue what these layers hold."""
     slots = [layer for layer in layers if isinstance(layer, SlotLayer)]
     table = slots[0].table
-    if not method.continues:
-        names = ", ".join(name for name, kind in METHODS.items() if kind().continues)
-        return (
-            f"{method} cannot be continued beside other texts, for what comes later changes what it keeps; use one of "
-            f"{names} (rehearse with replay=virtual), or a copy.deepcopy(cache)"
+    if (reason := method.capabilities.documents.reason) is not None:
+        return no(
+            f"{method} cannot be continued beside other texts: {reason}; use one of "
+            f"{', '.join(supporting('documents'))}, or a copy.deepcopy(cache)"
         )
     if len(slots) < len(layers):
-        return f"{model_name} has sliding-window or linear layers, which are not shared; use a copy.deepcopy(cache)"
+        return no(f"{model_name} has sliding-window or linear layers, which are not shared; use a copy.deepcopy(cache)")
     if not table.can_be_document:
-        return f"{model_name} has latent attention, whose slots are not shared; use a copy.deepcopy(cache)"
+        return no(f"{model_name} has latent attention, whose slots are not shared; use a copy.deepcopy(cache)")
     if model_name in families.BIASED:
-        return f"{model_name} adds a bias to its logits, unknown for a document; use a copy.deepcopy(cache)"
+        return no(f"{model_name} adds a bias to its logits, unknown for a document; use a copy.deepcopy(cache)")
     if slots[0].forward.prompt is not None:
-        return "this cache is in the middle of a prompt; continue it when the whole prompt has been read"
+        return no("this cache is in the middle of a prompt; continue it when the whole prompt has been read")
     if broken_off:
-        return f"what was last read into this cache was broken off: {broken_off}; begin with cache.reset()"
+        return no(f"the last read into this cache was interrupted: {broken_off}; call cache.reset()")
     if table.document is not None:
-        return "this cache continues a document itself; call continued() of the document"
+        return no("this cache continues a document itself; call continued() of the document")
     if table.empty:
-        return "the cache has read nothing yet; read a text with kvsketch.prefill first"
+        return no("the cache has read nothing yet; read a text with kvsketch.prefill first")
     if table.shape[0] != 1 or table.padding is not None:
-        return f"a document is one text without padding, and this cache has {table.shape[0]} row(s)"
-    return ""
+        return no(f"a document is one text without padding, and this cache has {counted(table.shape[0], 'row')}")
+    return SUPPORTED
 
 
 def layers_after(layers: Sequence[SlotLayer]) -> list[SlotLayer]:
     """Empty layers that continue what `layers` hold."""
-    positions, forward = replace(layers[0].table.positions), Forward(layers[0].forward.chunk)
+    positions, forward = replace(layers[0].table.context.positions), Forward(layers[0].forward.chunk)
     made = []
     for layer in layers:
-        chosen = layer.table.chosen_bits
-        table = replace(layer.table.cleared(), document=layer.table, positions=positions, chosen_bits=chosen)
+        context = replace(layer.table.context, positions=positions)
+        table = type(layer.table)(context, document=layer.table, chosen_bits=layer.table.chosen_bits)
         after = SlotLayer(table, layer.method, layer.model_name, forward, layer.keys_are_shared)
         after.is_read = True
         made.append(after)

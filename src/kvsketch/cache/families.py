@@ -81,7 +81,7 @@ def unread(name: str, layer: int, keys: Sequence[int], values: Sequence[int]) ->
         )
     return UnsupportedModelError(
         f"the attention of {name} (layer {layer}) never read the compressed cache: {reason}. Use "
-        "transformers.DynamicCache for this model. (If the last forward was broken off before it came so far: "
+        "transformers.DynamicCache for this model. (If the last forward was interrupted earlier: "
         "cache.reset().)"
     )
 

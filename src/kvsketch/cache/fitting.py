@@ -1,8 +1,11 @@
-"""Maps from a virtual to a real repetition, fitted once for a model (`kvsketch fit`, `rehearse:replay=learned`).
+"""What `kvsketch fit` learns of a model once (`learning`), in a file, and methods that ask for it.
 
-The model reads texts and repeats them, twice: the first time the map of the queries is fitted, then that of the scores
-which these queries give. A file holds the maps of all layers and what identifies the model; it lies in the folder of
-fetched files, named after the model's identity, or where `rehearse:map=FILE` says.
+    maps     from a virtual to a real repetition (`rehearse:replay=learned`). The model reads texts and repeats them,
+             twice: the first time the map of the queries is fitted, then that of the scores which these queries give
+    bases    directions in which keys and values are rounded (`basis=learned`, `ops.codec.basis`)
+
+A file holds those of all layers and what identifies the model; it lies in the folder of fetched files, named after the
+model's identity, or where `rehearse:map=FILE` says. One without bases, or without maps, serves the other.
 """
 
 from __future__ import annotations
@@ -14,7 +17,7 @@ import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from safetensors.torch import load_file
@@ -25,16 +28,26 @@ from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods import replay_map
 from kvsketch.methods.base import Method
+from kvsketch.methods.parameters import RANDOM
 from kvsketch.methods.rehearse import EXACT, LEARNED, Rehearse
 from kvsketch.methods.replay import Piece, positions_of
 from kvsketch.methods.replay_map import Moments, ReplayMap
 from kvsketch.methods.waiting import Waiting, newest_slots
 from kvsketch.models.files import home
+from kvsketch.ops.codec.basis import BASIS_PARTS, Bases, Basis
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
 
 QUERIES, SCORES = "queries", "scores"
-KEPT = {QUERIES: torch.bfloat16, SCORES: torch.float32}  # in a file
+MAPS = {QUERIES: torch.bfloat16, SCORES: torch.float32}  # in a file
+DIRECTIONS = ("keys", "values")  # of each layer two tensors, `BASIS_PARTS`
+
+
+class Learned(NamedTuple):
+    """What is learned of a model; None: not that."""
+
+    maps: ReplayMap | None
+    bases: Bases | None
 
 
 @dataclass(frozen=True)
@@ -52,10 +65,10 @@ class Fitting(Rehearse):
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         super().compress(table, queries)
         if self.learned is None:
-            self.first[table.layer_idx] = _unrotated(table, queries, positions_of(table, queries.shape[2]))
+            self.first[table.context.layer_idx] = _unrotated(table, queries, positions_of(table, queries.shape[2]))
         elif self.queue(table).unrepeated:
             self.score(table, queries)
-            self.first[table.layer_idx] = self.replayer(table).features(table)
+            self.first[table.context.layer_idx] = self.replayer(table).features(table)
             state = table.state_of(Waiting)
             state.score = state.again = state.chunks = None
 
@@ -63,8 +76,10 @@ class Fitting(Rehearse):
         if self.learned is None:
             behind = table.seen + copies.shape[2] - piece.tokens
             places = torch.arange(behind, behind + piece.tokens, device=queries.device).expand(len(queries), -1)
-            first = self.first[table.layer_idx][:, :, piece.begin : piece.end]
-            self._add(QUERIES, table.layer_idx, replay_map.query_moments(first, _unrotated(table, queries, places)))
+            first = self.first[table.context.layer_idx][:, :, piece.begin : piece.end]
+            self._add(
+                QUERIES, table.context.layer_idx, replay_map.query_moments(first, _unrotated(table, queries, places))
+            )
         super().learn(table, queries, copies, piece)
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
@@ -73,13 +88,13 @@ class Fitting(Rehearse):
             state = table.state_of(Waiting)
             if state.score is not None:
                 real = state.score.gather(2, newest_slots(table, state.scored))
-                moments = Moments.of_scores(self.first[table.layer_idx], real)
-                self._add(SCORES, table.layer_idx, Moments(moments.square.sum(0), moments.product.sum(0)))
+                moments = Moments.of_scores(self.first[table.context.layer_idx], real)
+                self._add(SCORES, table.context.layer_idx, Moments(moments.square.sum(0), moments.product.sum(0)))
         super().settle(tables)
 
 
 def _unrotated(table: SlotTable, queries: Tensor, places: Tensor) -> Tensor:
-    return ops.rotate_queries(queries.float(), -places, whole_turns(tuple(table.rotary), queries.device))
+    return ops.rotate_queries(queries.float(), -places, whole_turns(tuple(table.context.rotary), queries.device))
 
 
 def fit(read: Callable[[Method], None]) -> ReplayMap:
@@ -92,53 +107,78 @@ def fit(read: Callable[[Method], None]) -> ReplayMap:
     return ReplayMap(queries, {layer: moments.fit(replay_map.RIDGE) for layer, moments in method.sums[SCORES].items()})
 
 
-def save(path: Path, maps: ReplayMap, identity: dict[str, Any]) -> None:
-    """Writes the maps of a model (`ModelIdentity.describe`) to a file, in half precision."""
+def save(path: Path, learned: Learned, identity: dict[str, Any]) -> None:
+    """Writes what was learned of a model (`ModelIdentity.describe`): maps in half precision, directions in 8 bits."""
     path.parent.mkdir(parents=True, exist_ok=True)
+    maps = learned.maps or ReplayMap({}, {})
     parts = {QUERIES: maps.queries, SCORES: maps.scores}
-    tensors = {f"{kind}.{layer}": x.to("cpu", KEPT[kind]) for kind, own in parts.items() for layer, x in own.items()}
-    sealed_file.write(path, tensors, {"model": json.dumps(_of_maps(identity))})
+    tensors = {f"{kind}.{layer}": x.to("cpu", MAPS[kind]) for kind, own in parts.items() for layer, x in own.items()}
+    for kind in DIRECTIONS if learned.bases is not None else ():
+        for layer, basis in getattr(learned.bases, kind).items():
+            tensors |= {f"{kind}.{layer}.{part}": getattr(basis, part) for part in BASIS_PARTS}
+    sealed_file.write(path, tensors, {"model": json.dumps(of_maps(identity))})
 
 
-def _of_maps(identity: dict[str, Any]) -> dict[str, Any]:
+def of_maps(identity: dict[str, Any]) -> dict[str, Any]:
     """What maps depend on: not the dtype of the weights."""
     return {**identity, "dtype": None}
 
 
 def default_path(identity: dict[str, Any]) -> Path:
     """Where the maps of a model lie unless a method names a file."""
-    digest = hashlib.sha256(json.dumps(_of_maps(identity), sort_keys=True).encode()).hexdigest()
+    digest = hashlib.sha256(json.dumps(of_maps(identity), sort_keys=True).encode()).hexdigest()
     return home() / "maps" / f"{identity['model_type']}-{digest[:16]}.safetensors"
 
 
-def with_map(method: Method, identity: ModelIdentity, head_share: Any) -> Method:
-    """The method with the maps of its model, where it asks for them; warns where there are none."""
-    if not isinstance(method, Rehearse) or method.replay != LEARNED or method.learned is not None:
+def with_learned(method: Method, identity: ModelIdentity, head_share: Any) -> Method:
+    """The method with what was learned of its model, where it asks for it; warns where there is nothing."""
+    asks_maps = isinstance(method, Rehearse) and method.replay == LEARNED and method.learned is None
+    asks_bases = method.basis != RANDOM and method.bases is None
+    if not asks_maps and not asks_bases:
         return method
-    path = Path(method.map).expanduser() if method.map else default_path(identity.describe(head_share))
-    if not path.is_file():
-        if method.map:
-            raise ValueError(f"there is no file {path}; write it with `kvsketch fit MODEL --text FILES --out {path}`")
-        warnings.warn(
-            "rehearse:replay=learned finds no map of this model and rehearses as replay=virtual; `kvsketch fit MODEL "
-            "--text FILES` makes one",
-            stacklevel=3,
-        )
-        return method
-    maps, saved = _load(path, path.stat().st_mtime_ns)
-    if differences := identity.differences(saved, head_share):
-        raise ValueError(f"{path} belongs to another model: {'; '.join(differences)}; run `kvsketch fit` for this one")
-    return method.with_map(maps)
+    named = method.map if isinstance(method, Rehearse) else ""
+    path = Path(named).expanduser() if named else default_path(identity.describe(head_share))
+    learned = Learned(None, None)
+    if path.is_file():
+        learned, saved = _load(path, path.stat().st_mtime_ns)
+        if differences := identity.differences(saved, head_share):
+            raise ValueError(
+                f"{path} belongs to another model: {'; '.join(differences)}; run `kvsketch fit` for this one"
+            )
+    elif named:
+        raise ValueError(f"there is no file {path}; write it with `kvsketch fit MODEL --text FILES --out {path}`")
+    again = " --again" if path.is_file() else ""
+    if asks_maps and isinstance(method, Rehearse):
+        if learned.maps is None:
+            _warn(f"{method.name}:replay=learned found no maps of this model and uses replay=virtual", again)
+        else:
+            method = method.with_map(learned.maps)
+    if asks_bases:
+        if learned.bases is None:
+            _warn(f"basis={method.basis} found no directions of this model and uses basis=random", again)
+        else:
+            method = method.with_bases(learned.bases)
+    return method
+
+
+def _warn(what: str, again: str) -> None:
+    warnings.warn(f"{what}; `kvsketch fit MODEL --text FILES{again}` makes them", stacklevel=4)
 
 
 @functools.lru_cache(maxsize=4)
-def _load(path: Path, changed: int) -> tuple[ReplayMap, dict[str, Any]]:
-    """The maps of a file and the identity of their model; `changed`: its time, so that a new file is read again."""
+def _load(path: Path, changed: int) -> tuple[Learned, dict[str, Any]]:
+    """What a file holds, and the identity of its model; `changed`: its time, so that a new file is read again."""
     text = sealed_file.verified(path)
     if "model" not in text:
-        raise ValueError(f"{path} holds no maps of a model; write it with `kvsketch fit`")
-    parts: dict[str, dict[int, Tensor]] = {QUERIES: {}, SCORES: {}}
-    for name, tensor in load_file(path).items():
-        kind, _, layer = name.partition(".")
-        parts[kind][int(layer)] = tensor
-    return ReplayMap(parts[QUERIES], parts[SCORES]), json.loads(text["model"])
+        raise ValueError(f"{path} contains nothing learned of a model; make it with `kvsketch fit`")
+    parts: dict[str, dict[int, Any]] = {kind: {} for kind in (QUERIES, SCORES, *DIRECTIONS)}
+    tensors = load_file(path)
+    for name, tensor in tensors.items():
+        kind, layer, *part = name.split(".")
+        if not part:
+            parts[kind][int(layer)] = tensor
+        elif part == [BASIS_PARTS[0]]:
+            parts[kind][int(layer)] = Basis(*(tensors[f"{kind}.{layer}.{each}"] for each in BASIS_PARTS))
+    maps = ReplayMap(parts[QUERIES], parts[SCORES]) if parts[QUERIES] else None
+    bases = Bases(*(parts[kind] for kind in DIRECTIONS)) if parts[DIRECTIONS[0]] else None
+    return Learned(maps, bases), json.loads(text["model"])

@@ -20,7 +20,7 @@ def left_behind(layers: Sequence[Any]) -> str:
     """What an interrupted forward has left behind, in words; empty when all layers have read the same tokens."""
     for layer in layers:
         if isinstance(layer, SlotLayer) and (layer.waiting is not None or not layer.whole):
-            return f"layer {layer.table.layer_idx} stopped in the middle of its work"
+            return f"layer {layer.table.context.layer_idx} stopped in the middle of its work"
     seen = lengths(layers)
     # A layer that the model never reads stays empty; the last layer is always read.
     if len({*seen} - {0}) > 1 or (any(seen) and not seen[-1]):
@@ -34,7 +34,7 @@ def require_read(layer: Any) -> None:
         raise ValueError(layer.refused)
     if isinstance(layer, SlotLayer) and layer.waiting is not None:
         shapes = layer.waiting.keys.shape, layer.waiting.values.shape
-        raise families.unread(layer.model_name, layer.table.layer_idx, *shapes)
+        raise families.unread(layer.model_name, layer.table.context.layer_idx, *shapes)
 
 
 def stopped_at(layers: Sequence[Any], number: int) -> bool:
@@ -51,6 +51,6 @@ def require_whole(layers: Sequence[Any], broken_off: str) -> None:
     what = broken_off or left_behind(layers)
     if what:
         raise RuntimeError(
-            f"what was last read into this cache was broken off: {what}. Call cache.reset() and feed the whole text "
-            "again, or go on with a copy (copy.deepcopy, cache.save) made before"
+            f"the last read into this cache was interrupted: {what}. Call cache.reset() and feed the whole text "
+            "again, or use a copy (copy.deepcopy, cache.save) made before"
         )

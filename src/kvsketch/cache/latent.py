@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from transformers import PretrainedConfig
 
 from kvsketch.cache.layer import TAG, LayerView, SlotLayer
+from kvsketch.methods import supporting
 from kvsketch.methods.base import Method
-from kvsketch.slots.latent import LatentTable
+from kvsketch.slots.latent import reads_codes, rotated, rotated_back
+from kvsketch.slots.table import stored_vectors
 
 EXPAND = "expand_kv"
 NEIGHBOURS = ("deepseek_v2",)  # families that rotate neighbouring rotary channels together
@@ -50,15 +52,10 @@ def attention_classes(config: PretrainedConfig) -> Iterator[type]:
 
 def require_latent_slots(method: Method, name: str) -> None:
     """Raises ValueError for a method that cannot keep latents."""
-    reason = method.no_latents
-    if not reason and method.stored_bits.keys != method.stored_bits.values:
-        keys = "auto" if method.stored_bits.auto else method.stored_bits.keys
-        reason = f"key_bits={keys} and value_bits={method.stored_bits.values} differ, use bits"
-    if reason:
+    if (reason := method.capabilities.latent.reason) is not None:
         raise ValueError(
             f"{method} does not work with {name}, whose latent attention stores a key and its value as one vector: "
-            f"{reason}. Use full, streamingllm, uniform, h2o, keyformer, snapkv, pyramidkv, kcenter, kvzip or "
-            "rehearse:refit=none"
+            f"{reason}. Methods that work: {', '.join(supporting('latent'))}, rehearse:refit=none"
         )
 
 
@@ -67,11 +64,10 @@ class LatentView(LayerView):
 
     def attend(self, query: Tensor, scale: float, mask: Any, bias: Tensor | None = None, **options: Any) -> Tensor:
         table = self.layer.table
-        assert isinstance(table, LatentTable)
-        if not table.reads_codes:
+        if not reads_codes(table):
             return super().attend(query, scale, mask, bias, **options)
-        sums = super().attend(table.rotated(query), scale, mask, bias, **options)
-        return table.rotated_back(sums).to(query.dtype)
+        sums = super().attend(rotated(table, query), scale, mask, bias, **options)
+        return rotated_back(table, sums).to(query.dtype)
 
 
 class LatentLayer(SlotLayer):
@@ -87,7 +83,7 @@ class LatentLayer(SlotLayer):
         tagged, _ = super().update(keys, keys[..., rotary.shape[3] :])
         view: LayerView = getattr(tagged, TAG)
         if expands(view) and self.table.seen > self.table.new_tokens:
-            latents, rotary = self.table.stored_slots()
+            latents, rotary = stored_vectors(self.table)
             rotary = self.neighbours(rotary)
         latents = latents.view_as(latents)
         setattr(latents, TAG, view)

@@ -24,9 +24,12 @@ from kvsketch.cache.forward import Forward
 from kvsketch.methods.base import Method
 from kvsketch.methods.bits import note_rounding, settle_bits
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.slots import padding as left_padding
+from kvsketch.slots.codes import AUTO
+from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.offloaded import require_on_device
-from kvsketch.slots.table import SlotTable, require_finite
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 TAG = "_kvsketch_view"  # on a key tensor: its view
@@ -36,6 +39,7 @@ OFF = "off"  # a forward is compressed at once
 ON = "on"  # it waits for `crop` or the next forward; several tokens are a prompt, maybe with drafts behind it
 DRAFTS = "drafts"  # a forward was cropped: several tokens are a draft if they are cropped too, else a prompt
 OVER = "over"  # and one later was not: as before, but a single token is compressed at once
+RECORDINGS = (OFF, ON, DRAFTS, OVER)
 
 
 class SlotLayer(CacheLayerMixin):
@@ -49,7 +53,8 @@ class SlotLayer(CacheLayerMixin):
     def __init__(
         self, table: SlotTable, method: Method, model_name: str, forward: Forward, keys_are_shared: bool = False
     ) -> None:
-        self.table, self.method, self.model_name, self.keys_are_shared = table, method, model_name, keys_are_shared
+        self.table, self.model_name, self.keys_are_shared = table, model_name, keys_are_shared
+        self.use(method)
         self.forward = forward  # shared by the layers of a cache
         # The compressed layers before, for the last of them. Without itself: a cycle would keep the cache in memory
         # until the garbage collector runs.
@@ -64,6 +69,13 @@ class SlotLayer(CacheLayerMixin):
         self.seen_before = self.prompt_before = 0  # what the table counted before the last forward
         self.read_before = 0  # tokens of the forward before the last
         super().__init__()
+
+    def use(self, method: Method) -> None:
+        """The method from here on, and what a forward would ask it again and again."""
+        kind = type(method)
+        self.method, self.clip, self.settles = method, method.clip, method.settles
+        self.prepares = kind.prepare is not Method.prepare
+        self.attends = kind.attend is not Method.attend
 
     # what transformers asks, in logical coordinates
 
@@ -93,12 +105,13 @@ class SlotLayer(CacheLayerMixin):
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         self.is_initialized = True
-        self.end_draft()
-        if self.table.seen == self.table.prompt_tokens == key_states.shape[2] == 1 and self.table.rank == 0:
+        if self.pending is not None:
+            self.end_draft()
+        if self.table.seen == self.table.prompt_tokens == key_states.shape[2] == 1 and self.table.context.rank == 0:
             self.method.note_prompt(self.table)  # a prompt that is fed token by token, or has but one
         self.read_before = self.table.seen - self.seen_before
         self.seen_before, self.prompt_before = self.table.seen, self.table.prompt_tokens
-        self.table.note(previous=None if self.before is None else self.before.table)
+        self.table.forward.previous = None if self.before is None else self.before.table
         with plain():
             view = self._append(key_states, value_states)
         if key_states.requires_grad and view.exact and self.seen_before == self.table.before == 0:
@@ -117,7 +130,7 @@ class SlotLayer(CacheLayerMixin):
 
     def _append(self, keys: Tensor, values: Tensor) -> LayerView:
         several = keys.shape[2] > 1
-        if not several or self.forward.chunk is None:
+        if self.prepares and (not several or self.forward.chunk is None):
             self.method.prepare(self.table, keys, values)
         if several and (self.forward.chunk is not None or not self.table.exact or self.table.document is not None):
             seen = self.table.seen + keys.shape[2]
@@ -136,7 +149,7 @@ class SlotLayer(CacheLayerMixin):
         table = self.table
         self.require_visible(mask, table.seen, table.new_tokens)
         if table.padding is not None or table.new_tokens == table.seen:
-            table.note(padding=self.padding_after(mask, table.seen, table.new_tokens))
+            left_padding.give(table, self.padding_after(mask, table.seen, table.new_tokens))
 
     def padding_after(self, mask: Any, seen: int, new: int) -> Tensor | None:  # [B]
         """Left padding of each row among `seen` tokens, the `new` last of them under this mask."""
@@ -157,43 +170,52 @@ class SlotLayer(CacheLayerMixin):
     def finish(self, query: Tensor, scale: float, row_logits: ops.RowLogits | None = None) -> None:
         """Attention over this layer is done: compress, or wait for a roll back, for which `row_logits` do not last."""
         self.waiting = None
-        self.table.note(scale=scale)
+        self.table.forward.scale = scale
         self.pending = query.detach()
-        if self.recording == OFF or (self.recording == OVER and self.table.appended == 1):
-            self.settle(row_logits)
+        if self.recording == OFF or (self.recording == OVER and self.table.forward.appended == 1):
+            self._settle(row_logits)
         self.whole = True
 
-    def settle(self, row_logits: ops.RowLogits | None = None) -> None:
-        """Compresses what the last forward appended."""
-        if self.pending is None:
+    def settle(self) -> None:
+        """Compresses what the last forward appended and could be rolled back."""
+        if self.pending is not None:
+            with plain():
+                self._settle()
+
+    def _settle(self, row_logits: ops.RowLogits | None = None) -> None:
+        assert self.pending is not None
+        table, forward = self.table, self.table.forward
+        queries, self.pending = self.pending[:, :, : table.new_tokens], None
+        forward.row_logits = row_logits
+        if table.new_tokens == 0:
+            forward.row_lse = forward.row_logits = None
             return
-        queries, self.pending = self.pending[:, :, : self.table.new_tokens], None
-        if self.table.new_tokens == 0:
-            self.table.note_attention()
-            return
-        self.table.note_attention(self.table.row_lse, row_logits)
         side = self.forward.aside
         aside = contextlib.nullcontext() if side is None else side.after(queries, row_logits)
-        with plain(), self.changing(), aside:
+        with self.changing(), aside:
             self.compress(queries)
             if self.together is not None:
                 tables = [layer.table for layer in (*self.together, self)]
-                if self.method.settles:
+                if self.settles:
                     self.method.settle(tables)
-                settle_bits(tables)
+                if table.context.bits.keys == AUTO:
+                    settle_bits(tables)
                 # Once for all layers, so that none of them waits for the device.
-                require_finite(tables)
+                if any(each.forward.doubts for each in tables):
+                    require_finite(tables)
 
     def compress(self, queries: Tensor) -> None:
         """Calls the method on what was appended last."""
+        table = self.table
         try:
-            note_rounding(self.table, queries)
-            self.method.compress(self.table, queries)
-            if self.table.bits and self.table.exact and not self.table.waits_for_codes:
+            if table.exact:
+                note_rounding(table, queries)
+            self.method.compress(table, queries)
+            if table.exact and table.context.bits and not table.waits_for_codes:
                 # Codes need the table's bounded form, whether something had to go or not.
-                self.method.bound(self.table, self.table.seen + max(64, self.table.seen // 64))
+                self.method.bound(table, table.seen + max(64, table.seen // 64))
         finally:
-            self.table.note_attention()
+            table.forward.row_lse = table.forward.row_logits = None
 
     @contextlib.contextmanager
     def changing(self) -> Iterator[None]:
@@ -285,21 +307,24 @@ class LayerView:
         return self
 
     def attend(self, query: Tensor, scale: float, mask: Any, bias: Tensor | None = None, **options: Any) -> Tensor:
-        """Attention of [B, Hq, n, D] queries over the slots, without gradients; `bias` is logical like the mask."""
-        table, method = self.layer.table, self.layer.method
-        require_on_device(table, self.layer.model_name)
-        wanted = method.wants_logits and not self.exact and query.shape[2] == 1 and options.get("softcap") is None
-        shared = table.document is not None
-        with plain():
+        """Attention of [B, Hq, n, D] queries over the slots; `bias` is logical like the mask. Called where new tensors
+        have no gradients (`plain`).
+        """
+        layer, table, single = self.layer, self.layer.table, query.shape[2] == 1
+        if table.host is not None:
+            require_on_device(table, layer.model_name)
+        wanted = layer.method.wants_logits and not self.exact and single and options.get("softcap") is None
+        shared, slot_bias = table.document is not None, None
+        if mask is not None or not single:
             slot_bias = masks.mask_at_slots(mask, query, lambda: self.index, self.seen, table.shape[1])
-            if bias is not None:
-                slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, self.index, query.shape[1]))
-            attended = ops.weighted_attention(
-                query, self.keys, self.values, self.log_num, self.log_den, scale, bias=slot_bias,
-                clip=method.clip, ragged=self.layout, return_state=wanted or shared, return_logits=wanted, **options,
-            )  # fmt: skip
-            if shared:
-                return document.joined(table, query, attended[0], attended[1][1], scale, options.get("softcap"))
+        if bias is not None:
+            slot_bias = masks.add_bias(slot_bias, masks.at_slots(bias, self.index, query.shape[1]))
+        attended = ops.weighted_attention(
+            query, self.keys, self.values, self.log_num, self.log_den, scale, bias=slot_bias,
+            clip=layer.clip, ragged=self.layout, return_state=wanted or shared, return_logits=wanted, **options,
+        )  # fmt: skip
+        if shared:
+            return document.joined(table, query, attended[0], attended[1][1], scale, options.get("softcap"))
         if not wanted:
             return attended
         out, (row_lse, _), logits = attended
@@ -308,12 +333,14 @@ class LayerView:
         return out
 
     def finish(self, module: nn.Module, query: Tensor, scale: float, mask: Any) -> None:
-        """Called when attention is done. Layers that share this layer's keys only read; the owner compresses."""
+        """Called when attention is done, where new tensors have no gradients (`plain`). Layers that share this layer's
+        keys only read; the owner compresses.
+        """
         row_logits, self.row_logits = self.row_logits, None
         if self.is_owner(module):
-            with plain():
-                self.layer.note_padding(mask)
-                self.layer.finish(query, scale, row_logits)
+            self.layer.note_padding(mask)
+            self.layer.finish(query, scale, row_logits)
 
     def is_owner(self, module: nn.Module) -> bool:
-        return getattr(module, "layer_idx", self.layer.table.layer_idx) == self.layer.table.layer_idx
+        own = self.layer.table.context.layer_idx
+        return getattr(module, "layer_idx", own) == own

@@ -16,9 +16,10 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import MANY, PLAIN, FewBits
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.heads import require_one_device
-from kvsketch.slots.latent import ExactLatents
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.latent import LatentTable
+from kvsketch.slots.table import SlotTable
 
 
 def served_config(model: Any, method: Method) -> PretrainedConfig:
@@ -27,7 +28,7 @@ def served_config(model: Any, method: Method) -> PretrainedConfig:
     if not isinstance(config, PretrainedConfig):
         raise ValueError(f"CompressedCache takes a transformers model or its config, not {type(model).__name__}")
     if getattr(config, "is_encoder_decoder", False):
-        raise ValueError(f"{config.model_type} is an encoder-decoder model; kvsketch serves decoder-only models")
+        raise ValueError(f"{config.model_type} is an encoder-decoder model; kvsketch supports decoder-only models")
     if getattr(config, "use_cache", True) is False:
         warnings.warn(f"{config.model_type} turns its cache off by default: pass use_cache=True", stacklevel=3)
     families.require_served(model, config, bounded=not method.keeps_all)
@@ -68,21 +69,15 @@ def compressed_layers(
         raise ValueError(
             f"{method.name} {what} by the rotary angles of the model, and {rotary.unknown(config, instead)}"
         )
-    kinds = (ExactTable, SlotLayer) if latents is None else (ExactLatents, latent.layer_kind(config))
+    kinds = (SlotTable, SlotLayer) if latents is None else (LatentTable, latent.layer_kind(config))
     layers, forward = list(native), Forward(chunk)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     for rank, i in enumerate(compressed):
-        table = kinds[0](i, len(native), seed, rank, len(compressed), angles, positions, bits=method.stored_bits)
+        context = LayerContext(i, len(native), seed, rank, len(compressed), angles, positions, method.stored_bits)
+        table = kinds[0](context)
         layers[i] = kinds[1](table, method, config.model_type, forward, shared)
-        follow_choice(table, method)
     link(layers, shared)
     return layers
-
-
-def follow_choice(table: SlotTable, method: Method) -> None:
-    """Gives an empty table the bits that are chosen for all prompts, if any are."""
-    if method.chosen_keys:
-        table.choose_bits(method.chosen_keys[table.rank])
 
 
 def link(layers: Sequence[Any], shared: bool) -> None:

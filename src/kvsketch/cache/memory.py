@@ -11,7 +11,6 @@ What it takes is computed from the shapes of the model and the method's own acco
 from __future__ import annotations
 
 import functools
-import re
 from bisect import bisect
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
@@ -22,25 +21,22 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig
 
+from kvsketch.byte_sizes import parsed, text_of
 from kvsketch.cache import latent
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import is_compressible, native_layers
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.budget import Size
+from kvsketch.methods.parameters import RANDOM
 from kvsketch.ops.codec import BITS
-from kvsketch.slots.bytes import LayerShape
+from kvsketch.slots.bytes import LayerShape, host_tensors
 from kvsketch.slots.codes import MANY, FewBits
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.heads import head_share
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.table import SlotTable
 
-UNITS = {"": 1, "B": 1} | {
-    f"{letter}{rest}": base**power
-    for power, letter in enumerate("KMGT", 1)
-    for rest, base in (("", 1000), ("B", 1000), ("IB", 1024))
-}
 USUAL = 4096  # tokens of the text for which a share of bytes becomes one of tokens
-FORMS = "a number of bytes, or one with kB, MB, GB, TB, KiB, MiB, GiB or TiB, such as 2GB"
 
 
 def stored_bytes(layers: Iterable[Any]) -> int:
@@ -64,10 +60,14 @@ def description(layers: Sequence[SlotLayer]) -> str:
         bits = FewBits() if table.exact else table.stored_bits
         slots = f"{least}" if least == most else f"{least} to {most}"
         lines.append(
-            f"{table.layer_idx:5}  {slots:16}  {f'{bits.keys or MANY}/{bits.values}':8} {stored_bytes([layer]):13,}"
+            f"{table.context.layer_idx:5}  {slots:16}  {f'{bits.keys or MANY}/{bits.values}':8} "
+            f"{stored_bytes([layer]):13,}"
         )
         if offloaded:
-            lines[-1] += f" {sum(tensor.nbytes for tensor in table.host_tensors()):16,}"
+            lines[-1] += f" {sum(tensor.nbytes for tensor in host_tensors(table)):16,}"
+    if (method := layers[0].method).basis != RANDOM:
+        found = "learned directions" if method.bases is not None else "nothing was learned: random directions"
+        lines.append(f"basis={method.basis}: {found}")
     if layers[0].table.document is not None:
         tensors = [t for layer in layers if layer.table.document is not None for t in layer.table.document.tensors()]
         shared = sum(tensor.nbytes for tensor in tensors)
@@ -86,7 +86,7 @@ class Sizes:
     size: int
     itemsize: int
     native: int  # bytes of layers that are not compressed
-    places: Sequence[SlotTable]  # empty tables of those that are
+    places: Sequence[LayerContext]  # those that are
     held: tuple[int, ...] = ()  # sizes of what is stored of a key and of a value; empty: `size` of both
 
     @property
@@ -117,7 +117,7 @@ class Sizes:
         """Bytes on the device after the prompts and `more` tokens (None: any number); None: nothing is promised."""
         total, method = self.native, self.in_tokens(method)
         for place in self.places:
-            table = replace(place, bits=method.stored_bits, prompt_tokens=self.context)
+            table = SlotTable(replace(place, bits=method.stored_bits), prompt_tokens=self.context)
             shape = LayerShape(
                 table, self.batch, self.heads, self.query_heads, self.size, self.itemsize, more, self.held
             )
@@ -147,7 +147,7 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
     others = 2 * batch * heads * size * dtype.itemsize * sum(min(window, context) for window in windows if window)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
-    places = [ExactTable(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
+    places = [LayerContext(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
     return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places, latents or ())
 
 
@@ -165,7 +165,7 @@ def fitted_to(memory: float | str | None, context: int | None, batch: int, metho
     """
     if memory is None:
         if context is not None or batch != 1:
-            raise ValueError("context and batch say what memory is to hold; give memory, such as memory='2GB', too")
+            raise ValueError("context and batch need memory, such as memory='2GB'")
         return in_tokens(method, model)
     size, sizes = parsed(memory), sizes_of(model, context, batch)
     return fitted(method, size, sizes.context, sizes.bytes)
@@ -177,10 +177,11 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
     `count`: bytes of a method at this context, None where it cannot say.
     """
     if any(part.startswith(("budget=", "bytes=")) for part in str(method).split(":")):
-        raise ValueError(f"memory and {method} both say how much is kept; leave out memory or the budget")
+        raise ValueError(f"memory and {method} both set the size of the cache; leave out memory or the budget")
     needed = count(method)
     if needed is None:
-        raise ValueError(f"{method}: what it holds grows beyond any budget or is not known; leave out memory")
+        reason = method.capabilities.memory.reason or "what it holds here is not known"
+        raise ValueError(f"{method}: its bytes cannot be told, {reason}; or leave out memory")
     most = with_budget(method, context)
     if not hasattr(method, "budget") or (most is not None and count(most) == count(_least(method, context))):
         # Every token is kept whatever the budget.
@@ -235,7 +236,7 @@ def _advice(method: Method, memory: int, count: Callable[[Method], int | None]) 
         held = None if fewer is None else count(fewer)
         if held is not None and held <= memory:
             return f"use bits={bits}, which take {text_of(held)}, or more memory"
-    if method.can_offload:
+    if method.capabilities.offload and "offload=host" not in str(method):
         return "use offload=host, more memory, or a method that drops tokens such as snapkv"
     if not hasattr(method, "budget"):
         return "use a method that drops tokens such as snapkv, or more memory"
@@ -248,24 +249,3 @@ def _with_bits(method: Method, bits: int) -> Method | None:
         return parse_method(":".join([*kept, f"bits={bits}"]))
     except ValueError:
         return None
-
-
-def parsed(memory: float | str, name: str = "memory=") -> int:
-    """Bytes of `2GB`, `1.5 GiB` or a number of bytes, also as 2e9; ValueError begins with `name`."""
-    if isinstance(memory, float) and memory.is_integer():
-        memory = int(memory)
-    result = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-zA-Z]*)\s*", str(memory))
-    if isinstance(memory, bool) or not isinstance(memory, (int, str)) or result is None:
-        raise ValueError(f"{name}{memory!r} is not a size; use {FORMS}")
-    if result[2].upper() not in UNITS:
-        raise ValueError(f"{name}{memory!r}: {result[2]} is no unit; use {FORMS}")
-    size = int(float(result[1]) * UNITS[result[2].upper()])
-    if size < 1:
-        raise ValueError(f"{name}{memory!r} is nothing; use {FORMS}")
-    return size
-
-
-def text_of(size: int) -> str:
-    """`1.50 GB`."""
-    unit, scale = next(((u, s) for u, s in (("GB", 10**9), ("MB", 10**6), ("kB", 10**3)) if size >= s), ("B", 1))
-    return f"{size / scale:.2f} {unit}" if scale > 1 else f"{size} B"

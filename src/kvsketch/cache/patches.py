@@ -87,9 +87,9 @@ class Patch:
 
 
 def uninstall() -> None:
-    """Removes every wrapper of kvsketch from transformers. The next `CompressedCache` installs what it needs again.
+    """Removes every wrapper of kvsketch from transformers. The next `CompressedCache` installs them again.
 
-    Until then, caches that exist already no longer work.
+    Until then existing caches do not work.
     """
     with _lock:
         for patch in list(_standing):

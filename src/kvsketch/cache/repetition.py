@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
 
 import torch
 from torch import Tensor
 
-from kvsketch.cache import promise, rollback, rotary
+from kvsketch.cache import probes, promise, rollback, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.methods.base import Method
@@ -25,6 +25,9 @@ from kvsketch.methods.replay import Piece
 from kvsketch.methods.waiting import Queue, newest, newest_slots
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
+
+if TYPE_CHECKING:
+    from kvsketch.cache.compressed import CompressedCache
 
 BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
 
@@ -53,28 +56,12 @@ def repeats(method: Method) -> TypeGuard[RepeatingMethod]:
     return isinstance(method, RepeatingMethod) and method.repeats
 
 
-class Repeating(Protocol):
-    """What a repetition asks of its cache (`CompressedCache`)."""
-
-    @property
-    def method(self) -> Method: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def slot_layers(self) -> list[SlotLayer]: ...
-    @property
-    def tokens_seen(self) -> int: ...
-    def activate_past_recording(self) -> None: ...
-    def crop(self, tokens_to_remove: int) -> None: ...
-    def _break_off(self, what: str) -> None: ...
-
-
 @torch.no_grad()
-def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
+def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: Tensor | None) -> None:
     """Lets the model repeat the tokens that the method asks for, the last of `input_ids` [B, n]."""
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
     if not repeats(method):
-        raise ValueError(f"{method} repeats nothing; use rehearse:replay=exact or kvzip")
+        raise ValueError(f"{method} has no replay by the model; use rehearse:replay=exact or kvzip")
     unrepeated = method.queue(tables[0]).unrepeated
     if not unrepeated:
         return
@@ -100,7 +87,9 @@ def repeat(cache: Repeating, model: Any, input_ids: Tensor, instruction: Tensor 
 
 
 @torch.no_grad()
-def say_again(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]) -> bool:
+def say_again(
+    cache: CompressedCache, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]
+) -> bool:
     """Lets the model repeat pieces of its text `ids` [B, n], the next that the method learns.
 
     False, and nothing is said, where the model has no positions for that behind the text.
@@ -118,7 +107,7 @@ def say_again(cache: Repeating, method: RepeatingMethod, model: Any, ids: Tensor
     return True
 
 
-def _say(cache: Repeating, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
+def _say(cache: CompressedCache, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
     """One forward of which nothing stays; the method learns the piece."""
     spoken = torch.cat([said, ids[:, max(0, piece.begin - BEFORE) : piece.end]], 1)
     layers, count = cache.slot_layers, spoken.shape[1]
@@ -147,7 +136,7 @@ def _keys(layer: SlotLayer, count: int) -> Tensor:
     return newest(layer.table, newest_slots(layer.table, count))[0].clone()
 
 
-def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
+def _require(cache: CompressedCache, input_ids: Tensor, unrepeated: int) -> None:
     table = cache.slot_layers[0].table
     if input_ids.dim() != 2 or input_ids.shape[1] < unrepeated or len(input_ids) != table.shape[0]:
         raise ValueError(
@@ -161,22 +150,22 @@ def _require(cache: Repeating, input_ids: Tensor, unrepeated: int) -> None:
         )
 
 
-def _require_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int) -> None:
+def _require_positions(cache: CompressedCache, model: Any, pieces: Sequence[Piece], said: int) -> None:
     """Raises ValueError where the model has no positions behind the text for what comes again."""
     if not _has_positions(cache, model, pieces, said):
         raise ValueError(
-            f"{cache.method.name} lets the model repeat {_longest(pieces)} tokens behind the {cache.tokens_seen} that "
-            f"it has read, and {model.config.model_type} has {rotary.last_position(model.config)} positions; read a "
-            "shorter text, use a chunk of fewer tokens, or a method that repeats nothing, such as snapkv"
+            f"{cache.method.name} lets the model repeat {_longest(cache, pieces)} tokens after the {cache.tokens_seen} "
+            f"that it has read, but {model.config.model_type} has only {rotary.last_position(model.config)} positions; "
+            "read a shorter text, use a chunk of fewer tokens, or a method that repeats nothing, such as snapkv"
         )
 
 
-def _has_positions(cache: Repeating, model: Any, pieces: Sequence[Piece], said: int = 0) -> bool:
+def _has_positions(cache: CompressedCache, model: Any, pieces: Sequence[Piece], said: int = 0) -> bool:
     last = rotary.last_position(model.config)
-    return last is None or cache.tokens_seen + said + _longest(pieces) <= last
+    return last is None or cache.tokens_seen + said + _longest(cache, pieces) <= last
 
 
-def _longest(pieces: Sequence[Piece]) -> int:
+def _longest(cache: CompressedCache, pieces: Sequence[Piece]) -> int:
     """The most tokens that the model says at a time."""
-    said_again = (min(BEFORE, piece.begin) + piece.tokens for piece in pieces)
-    return max(said_again, default=promise.BEFORE + promise.LENGTH)
+    said_again = [min(BEFORE, piece.begin) + piece.tokens for piece in pieces]
+    return max([*said_again, probes.LONGEST if repeats(cache.method) and cache.method.promises else 0])

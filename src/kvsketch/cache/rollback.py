@@ -7,6 +7,7 @@ from typing import Any
 
 from kvsketch.cache.interrupted import require_whole
 from kvsketch.cache.layer import DRAFTS, OVER, SlotLayer
+from kvsketch.slots import rollback
 from kvsketch.slots.tensors import plain
 
 
@@ -20,18 +21,19 @@ def crop(layers: Sequence[Any], seen: int, count: int, broken_off: str, before: 
     if count:
         require_whole(layers, broken_off)
     if count > seen:
-        raise ValueError(f"crop({-count}) takes more than the {seen} tokens that the cache has seen")
+        raise ValueError(f"crop({-count}) removes more than the {seen} tokens that the cache has seen")
     if count > seen - before:
         raise ValueError(
-            f"crop({-count}) takes tokens of the document that this cache continues; it has {seen - before} of its own"
+            f"crop({-count}) removes tokens of the document that this cache continues; it has {seen - before} of "
+            "its own"
         )
     for number, layer in enumerate(layers if count else ()):
         reason = _refuses(layer, count) if isinstance(layer, SlotLayer) else _native_refuses(layer, count)
         if reason:
             raise RuntimeError(
-                f"the cache cannot forget its last {count} tokens: layer {number}, {reason}. Call "
-                "cache.activate_past_recording() before the forward that may be taken back and crop right after "
-                "it, or go back to a copy.deepcopy(cache) made before"
+                f"the cache cannot remove its last {count} tokens: layer {number}, {reason}. Call "
+                "cache.activate_past_recording() before the forward that may be removed and crop right after "
+                "it, or use a copy.deepcopy(cache) made before"
             )
     for layer in layers:
         if isinstance(layer, SlotLayer):
@@ -58,13 +60,13 @@ def _crop(layer: SlotLayer, count: int) -> None:
         layer.table, layer.pending = layer.table.cleared(), None
     elif count > 0 or layer.pending is not None:
         with plain(), layer.changing():
-            layer.table.note(prompt_tokens=_prompt_without(layer, count))
+            layer.table.count(prompt_tokens=_prompt_without(layer, count))
             if _is_draft(layer, count):
-                layer.table.drop_newest(count)
+                rollback.drop_newest(layer.table, count)
             else:
                 # What waits to be compressed goes first: a method knows only what it has compressed.
                 drafted = layer.table.new_tokens if layer.pending is not None else 0
-                layer.table.drop_newest(drafted)
+                rollback.drop_newest(layer.table, drafted)
                 layer.pending = None
                 layer.method.forget(layer.table, count - drafted)
     if layer.record_past:
@@ -80,8 +82,8 @@ def _is_draft(layer: SlotLayer, count: int) -> bool:
 def _prompt_without(layer: SlotLayer, count: int) -> int:
     """The prompt length that a share budget counts from, once the last `count` tokens are gone."""
     table, left = layer.table, layer.table.seen - count
-    if table.appended == 1 or left < layer.seen_before:
-        return min(table.prompt_tokens if table.appended == 1 else layer.prompt_before, left)
+    if table.forward.appended == 1 or left < layer.seen_before:
+        return min(table.prompt_tokens if table.forward.appended == 1 else layer.prompt_before, left)
     several = left - layer.seen_before > 1 and not has_drafted(layer)
     return left if several or layer.prompt_before == 0 else layer.prompt_before
 

@@ -39,7 +39,7 @@ class Session:
 def use(
     model: Any, method: str | Method, *, seed: int = SEED, prefill: str = "exact", chunk: int = CHUNK
 ) -> Iterator[Session]:
-    """Inside the block every `model.generate` without a cache of its own gets a fresh compressed one.
+    """Inside the block every `model.generate` without a cache uses a new compressed one.
 
     `seed`, `prefill` and `chunk` as in `CompressedCache`.
 

@@ -16,7 +16,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Generator, Iterator
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,48 +27,22 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from kvsketch.cache import interrupted, masks, rollback
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.continuing import require_visible
-from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.patches import Patch
 from kvsketch.cache.repetition import repeats
-from kvsketch.cache.saving.model_identity import ModelIdentity
-from kvsketch.cache.text import TextRead
-from kvsketch.methods.base import Method
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.tensors import plain
+
+if TYPE_CHECKING:
+    from kvsketch.cache.compressed import CompressedCache
 
 # What generate hands to a text model; anything else is for the model itself to prepare.
 PLAIN_ARGUMENTS = {"attention_mask", "logits_to_keep", "past_key_values", "position_ids", "use_cache"}
 
 
-class Reader(Protocol):
-    """What a prompt asks of the cache it is read into (`CompressedCache`)."""
-
-    @property
-    def prefill(self) -> str: ...
-    @property
-    def chunk(self) -> int: ...
-    @property
-    def text(self) -> TextRead: ...
-    @property
-    def identity(self) -> ModelIdentity: ...
-    @property
-    def layers(self) -> list[Any]: ...
-    @property
-    def slot_layers(self) -> list[SlotLayer]: ...
-    @property
-    def tokens_seen(self) -> int: ...
-    @property
-    def tokens_before(self) -> int: ...
-    @property
-    def method(self) -> Method: ...
-    def replay(self, model: Any, input_ids: Tensor, instruction: Tensor | None = None) -> None: ...
-    def _break_off(self, what: str) -> None: ...
-
-
 def prefill(
     model: Any,
     input_ids: Tensor,
-    cache: Reader,
+    cache: CompressedCache,
     attention_mask: Tensor | None = None,
     *,
     progress: bool = False,
@@ -77,7 +51,7 @@ def prefill(
 ) -> Tensor:  # [B, vocabulary]
     """Reads `input_ids` [B, n], tokens that `cache` has not seen yet, into it; returns the logits after the last.
 
-    `attention_mask` [B, n], or with the tokens seen before [B, seen + n]: 0 for left padding. To go on, append the
+    `attention_mask` [B, n], or with the tokens seen before [B, seen + n]: 0 for left padding. To continue, append the
     token you choose and call `model.generate(all_ids, past_key_values=cache)`. A cache made with prefill="exact" reads
     the prompt in one forward. `progress` shows a bar; `after_chunk` is called with the number of tokens read so far.
     `instruction`: as in `CompressedCache.replay`, for methods that let the model repeat a text.
@@ -98,7 +72,7 @@ def prefill(
 def read_chunks(
     model: Any,
     input_ids: Tensor,
-    cache: Reader,
+    cache: CompressedCache,
     attention_mask: Tensor | None = None,
     instruction: Tensor | None = None,
 ) -> Generator[tuple[int, Tensor], None, None]:
@@ -128,7 +102,7 @@ def read_chunks(
     cache.text.note(input_ids, seen, attention_mask)
 
 
-def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None) -> None:
+def _repeat(model: Any, read: Tensor, cache: CompressedCache, instruction: Tensor | None) -> None:
     """Lets the model repeat what was `read` [B, n]; of tokens that came before, nobody here has the ids."""
     if repeats(method := cache.method):
         with plain():
@@ -138,7 +112,7 @@ def _repeat(model: Any, read: Tensor, cache: Reader, instruction: Tensor | None)
 
 
 @contextlib.contextmanager
-def _whole_or_nothing(cache: Reader, new: int) -> Iterator[None]:
+def _whole_or_nothing(cache: CompressedCache, new: int) -> Iterator[None]:
     """Reads a prompt of `new` tokens; one that is read in part cannot be read again by the same call."""
     before = interrupted.lengths(cache.layers)
     try:
@@ -187,7 +161,7 @@ _PREFILL = Patch(GenerationMixin, "_prefill", _read_prompt)
 install = _PREFILL.install
 
 
-def _can_stream(cache: Reader, config: Any, model_kwargs: dict[str, Any]) -> bool:
+def _can_stream(cache: CompressedCache, config: Any, model_kwargs: dict[str, Any]) -> bool:
     """Whether the prompt can go through `prefill`: a plain text, of which nothing but the logits is wanted."""
     whole = cache.prefill == "exact" and not repeats(cache.method)
     if whole or config.prefill_chunk_size is not None or cache.slot_layers[0].record_past:
@@ -210,7 +184,7 @@ def _is_compressed(cache: Any) -> bool:
 class _Feed:
     """Forwards of one prompt through one model."""
 
-    def __init__(self, model: Any, cache: Reader, padding: Tensor | None) -> None:
+    def __init__(self, model: Any, cache: CompressedCache, padding: Tensor | None) -> None:
         self.model, self.cache, self.padding = model, cache, padding
         names = inspect.signature(model.forward).parameters
         self.takes_positions = "position_ids" in names
@@ -236,7 +210,7 @@ class _Feed:
         return None if self.only_slots and self.takes_positions else self.mask(seen)
 
 
-def _require(input_ids: Tensor, cache: Reader) -> None:
+def _require(input_ids: Tensor, cache: CompressedCache) -> None:
     if not _is_compressed(cache):
         raise ValueError(f"cache must be a kvsketch.CompressedCache, not {type(cache).__name__}")
     require_ids(input_ids)
@@ -249,7 +223,7 @@ def require_ids(input_ids: Any) -> None:
         raise ValueError(f"input_ids must be token ids [batch, tokens] with one token or more, got {shape}")
 
 
-def _left_padding(input_ids: Tensor, cache: Reader, mask: Tensor | None) -> Tensor | None:  # [B]
+def _left_padding(input_ids: Tensor, cache: CompressedCache, mask: Tensor | None) -> Tensor | None:  # [B]
     """Left padding of each row once `input_ids` are read; None: no row has any."""
     seen, new = cache.tokens_seen, input_ids.shape[1]
     before = cache.slot_layers[0].table.padding

@@ -37,7 +37,7 @@ class TextRead:
         if given <= seen:
             raise ValueError(
                 f"input_ids has {given} tokens, and the cache has read {seen} already: pass the whole text, with the "
-                f"new tokens behind those {seen}. To ask about what a cache has read, use "
+                f"new tokens after those {seen}. To ask about what a cache has read, use "
                 "kvsketch.ask(model, tokenizer, cache, question)"
             )
         known = min(self.tokens, seen)
@@ -47,7 +47,7 @@ class TextRead:
         ):
             raise ValueError(
                 f"the first {known} tokens of input_ids are not the text that this cache has read: pass that text and "
-                "the new tokens behind it, use kvsketch.ask(model, tokenizer, cache, question), or call cache.reset()"
+                "the new tokens after it, use kvsketch.ask(model, tokenizer, cache, question), or call cache.reset()"
             )
 
     def forget(self) -> None:

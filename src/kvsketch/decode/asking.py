@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import BatchEncoding
+from transformers import BatchEncoding, PreTrainedModel, PreTrainedTokenizerBase
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
@@ -32,8 +32,15 @@ class Frame(NamedTuple):
     between: str  # from the end of an answer to the next text of the user
 
 
-def read(model: Any, tokenizer: Any, cache: CompressedCache, text: str, *, progress: bool = False) -> None:
-    """Reads a text into an empty cache; questions about it follow with `ask`."""
+def read(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    cache: CompressedCache,
+    text: str,
+    *,
+    progress: bool = False,
+) -> None:
+    """Reads a text into an empty cache; then use `ask`."""
     if cache.tokens_seen:
         raise ValueError(
             f"the cache has read {cache.tokens_seen} tokens already; read a text into a new cache or call cache.reset()"
@@ -43,8 +50,10 @@ def read(model: Any, tokenizer: Any, cache: CompressedCache, text: str, *, progr
     cache.text.open = True
 
 
-def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **options: Any) -> str:
-    """The model's answer to a question about what the cache has read; question and answer are added to the cache.
+def ask(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, cache: CompressedCache, question: str, **options: Any
+) -> str:
+    """Returns the model's answer to a question about the text in the cache; both are added to the cache.
 
     `options` are those of `model.generate`; without them the answer is greedy and has at most 128 tokens. To ask many
     questions about the same text, ask a `cache.continued()` for each, or a `copy.deepcopy(cache)`. `cache.doubt()` then
@@ -52,7 +61,7 @@ def ask(model: Any, tokenizer: Any, cache: CompressedCache, question: str, **opt
     """
     table = cache.slot_layers[0].table
     if not table.empty and table.shape[0] != 1:
-        raise ValueError(f"ask takes a cache of one text, and this one holds {table.shape[0]}")
+        raise ValueError(f"ask needs a cache of one text, and this one has {table.shape[0]}")
     inputs = question_inputs(tokenizer, cache, question).to(model.device)
     output = generate(model, inputs, cache, **{"max_new_tokens": 128, "do_sample": False, "doubt": True, **options})
     return str(tokenizer.decode(finish(model, cache, inputs, output), skip_special_tokens=True))

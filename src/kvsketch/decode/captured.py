@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedModel
 
 from kvsketch.cache import masks, rollback, streaming
 from kvsketch.cache.compressed import CompressedCache
@@ -29,9 +30,12 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, Seeded, unsupported
 from kvsketch.ops.common import early_start
+from kvsketch.slots import in_place
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.bytes import host_tensors
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.table import BoundedTable, SlotTable, advance_together
+from kvsketch.slots.in_place import advance_together
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 WARM_UP_STEPS = 2
@@ -41,7 +45,7 @@ _turns: dict[torch.device, threading.RLock] = {}
 
 
 def generate(
-    model: Any,
+    model: PreTrainedModel,
     inputs: Any,
     cache: CompressedCache,
     *,
@@ -83,15 +87,16 @@ def generate(
     if reason is not None and reason is not NO_GRAPHS:
         _warn(reason)
     cache.watched = None
+    own_generate: Any = model.generate  # which the type of a model does not name
     if reason is not None and (reason.endswith(OWN_LOOP) or (seed is None and not doubt)):
-        return model.generate(**arguments, past_key_values=cache, **options)
+        return own_generate(**arguments, past_key_values=cache, **options)
     # transformers shows the streamer the prompt but does not hand it on to a custom loop.
     loop = functools.partial(
         _captured_loop, streamer=options.get("streamer"), fused=fused, seed=seed, captured=reason is None, doubt=doubt
     )
     # A graph records what the current device does.
     with torch.cuda.device_of(next(model.parameters())):
-        return model.generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
+        return own_generate(**arguments, past_key_values=cache, custom_generate=loop, **options)
 
 
 def impossible(model: Any, cache: CompressedCache, options: dict[str, Any]) -> str | None:
@@ -134,7 +139,7 @@ def _captured_loop(
     **model_kwargs: Any,
 ) -> Tensor:
     """transformers' sampling loop, with the steps after prefill captured."""
-    names = unsupported(logits_processor, stopping_criteria)
+    names = unsupported(logits_processor, stopping_criteria, input_ids.shape[1])
     mask, before = model_kwargs.get("attention_mask"), model_kwargs["past_key_values"].tokens_before
     names += ["synced_gpus"] * synced_gpus + _masked(mask, before)
     if seed is not None and generation_config.do_sample:
@@ -217,7 +222,7 @@ class Aside:
 
     def __init__(self, tables: Sequence[SlotTable]) -> None:
         self.tables = tables
-        self.advancing: list[BoundedTable] = []  # those of them that wait for the others
+        self.advancing: list[SlotTable] = []  # those of them that wait for the others
         self.stream = torch.cuda.Stream() if tables[0].device.type == "cuda" else None
         self.held: list[Any] = []
 
@@ -252,14 +257,14 @@ def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
     """Inside the block the layers compress aside; the branches meet again at its end."""
     branch, forward = Aside([layer.table for layer in layers]), layers[0].forward
     for table in branch.tables:
-        table.note(advancing=branch.advancing)
+        table.forward.advancing = branch.advancing
     try:
         with forward.during(aside=branch):
             yield
     finally:
         branch.join()
         for table in branch.tables:
-            table.note(advancing=None)
+            table.forward.advancing = None
 
 
 @contextlib.contextmanager
@@ -352,7 +357,7 @@ class Step:
                 self.graph = self._record()
             self.graph.replay()
             for layer in self.layers:
-                layer.table.count_replayed()
+                in_place.count_replayed(layer.table)
         # Those of exact tables run other programs than will be recorded.
         self.steps += bounded
         # While the device works.
@@ -371,7 +376,7 @@ class Step:
 
     def _addresses(self) -> list[int]:
         tables = [layer.table for layer in self.layers]
-        return [t.data_ptr() for table in tables for t in (*table.tensors(), *table.host_tensors())]
+        return [t.data_ptr() for table in tables for t in (*table.tensors(), *host_tensors(table))]
 
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""
@@ -379,5 +384,5 @@ class Step:
         with recording(self.token.device) as graph, aside(self.layers):
             self._forward(bounded=True)
         for layer in self.layers:
-            layer.table.count_recorded()
+            in_place.count_recorded(layer.table)
         return graph

@@ -28,16 +28,21 @@ OF_HISTORY = ("RepetitionPenaltyLogitsProcessor",)
 OF_LENGTH = ("MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor")
 STOPPING = ("MaxLengthCriteria", "EosTokenCriteria")
 NO_TOKEN = -1  # what is drawn from logits that are not finite
+COLDEST = 1e-6  # a temperature below it is 0: float32 overflows, and nothing but the likeliest token is drawn anyway
 VOCABULARY_PARTS = 256  # that are searched at the same time, where the vocabulary can be divided so
 
 
-def unsupported(processors: Sequence[Any], criteria: Sequence[Any]) -> list[str]:
-    """Names of logits processors and stopping criteria that a captured step cannot follow."""
+def unsupported(processors: Sequence[Any], criteria: Sequence[Any], prompt: int) -> list[str]:
+    """Names of logits processors and stopping criteria that a captured step cannot follow; `prompt`: its tokens."""
     known = STATELESS + OF_HISTORY + OF_LENGTH
     names = [type(p).__name__ for p in processors if type(p).__name__ not in known]
-    ignored = [(p, getattr(p, "prompt_ignore_length", None)) for p in processors]
-    names += [type(p).__name__ for p, length in ignored if isinstance(length, Tensor) or length]
+    names += [type(p).__name__ for p in processors if _ignores(getattr(p, "prompt_ignore_length", None), prompt)]
     return names + [type(c).__name__ for c in criteria if type(c).__name__ not in STOPPING]
+
+
+def _ignores(length: Tensor | int | None, prompt: int) -> bool:
+    """Whether a penalty leaves out more of a prompt than left padding, which transformers 5.23 tells it by row."""
+    return bool((length >= prompt).any()) if isinstance(length, Tensor) else bool(length)
 
 
 class Sampler:
@@ -58,8 +63,8 @@ class Sampler:
         self.processors = [p for p in processors if type(p).__name__ not in OF_LENGTH]
         self.min_length = max((_min_length(p) for p in processors if type(p).__name__ in OF_LENGTH), default=0)
         self.suppress_eos = torch.full((1,), self.min_length > length, device=input_ids.device)
-        # Unwritten places hold the first token, so that a repetition penalty sees no new token.
-        self.history = input_ids[:, :1].repeat(1, max_length)
+        # Unwritten places hold the last token, so that a repetition penalty sees no new one; the first may be padding.
+        self.history = input_ids[:, -1:].repeat(1, max_length)
         self.history[:, :length] = input_ids
         self.place = torch.full((batch, 1), length, device=input_ids.device)
         self.unfinished = torch.ones(batch, dtype=torch.long, device=input_ids.device)
@@ -143,6 +148,7 @@ class Draw:
         said: Sequence[int] = (),
     ) -> None:
         """The row, or rows, start anew; `said`: the tokens of the prompt."""
+        temperature = temperature if temperature >= COLDEST else 0.0
         values = (temperature, top_p, top_k, min_p, penalty, False, initial_state(seed), 0, True)
         for tensor, value in zip(self.tensors(), values, strict=True):
             tensor[row].fill_(value)
@@ -230,5 +236,5 @@ def nucleus(scores: Tensor, top_p: Tensor, top_k: Tensor) -> Tensor:  # [B, V]
     least = ordered.gather(1, (top_k - 1).clamp(0, scores.shape[1] - 1))
     ordered = torch.where((top_k > 0) & (ordered < least), float("-inf"), ordered)
     before = ordered.softmax(-1).cumsum(-1).roll(1, -1)
-    before[:, 0].zero_()
+    before[:, 0].fill_(-1.0)  # below every top_p, also one that float32 rounds to 0
     return torch.full_like(scores, float("-inf")).scatter(1, order, torch.where(before < top_p, ordered, float("-inf")))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import contextlib
 import inspect
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -29,63 +28,55 @@ from kvsketch.decode.sampling import Draw
 from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
+from kvsketch.methods.capabilities import SUPPORTED, Support, no
 from kvsketch.methods.replay import sink_keys
 from kvsketch.methods.waiting import WaitingMethod
+from kvsketch.slots import packing
 from kvsketch.slots import rows as table_rows
-from kvsketch.slots.codes import FEW, LEAST, PlainSlots
+from kvsketch.slots.codes import LEAST, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument
 from kvsketch.slots.heads import spread_over
-from kvsketch.slots.rows import EqualRows, MixedRows, RaggedRows, RowNeeds, Rows, alike, bytes_of_row, slots_within
-from kvsketch.slots.table import BoundedTable, SlotTable
+from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, Rows, bytes_of_row, slots_within
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 
 LONGEST = 1 << 28  # tokens of a row: the clock starts there and has as many again before it is turned back
 # The largest head of a row that joins, in equal parts, where heads share a budget: kernels write a number per slot.
 MOST_OF_EQUAL = 4
-SAMPLED = 512  # tokens of the text that chooses the bits of all rows, at most
 # Rotary embeddings whose angles depend on the longest row of a batch.
 OF_THE_BATCH = ("dynamic", "longrope")
 
 
-def alone(model: Any, method: str | Method) -> str:
-    """Why requests to this model with this method cannot share tables; empty: they can."""
+def batched(model: Any, method: str | Method) -> Support:
+    """Whether requests to this model with this method can share tables.
+
+    They can if `bound` always gives a fixed shape, and from then on a single token changes each row in place, by what
+    that row holds alone: `seen` and `prompt_tokens` of a shared table count for none of its rows.
+    """
     method = parse_method(method)
-    if method.alone:
-        return f"{method.name} is served one request at a time: {method.alone}"
+    if (reason := method.capabilities.batched.reason) is not None:
+        return no(f"{method.name} is served one request at a time: {reason}")
     cache = CompressedCache(model, method)
-    if isinstance(method, WaitingMethod) and not cache.slot_layers[0].table.rotary:
-        return f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow"
+    if isinstance(method, WaitingMethod) and not cache.slot_layers[0].table.context.rotary:
+        return no(f"new tokens are not rehearsed without the rotary angles of {cache.model_name}, and rows grow")
     if method.ragged and isinstance(getattr(model.config, "num_key_value_heads", 1), list):
-        return f"the layers of {cache.model_name} differ in their heads"
+        return no(f"the layers of {cache.model_name} differ in their heads")
     if len(cache.slot_layers) < len(cache.layers):
-        return f"{cache.model_name} has sliding-window or linear layers, whose native caches have no rows to join"
+        return no(f"{cache.model_name} has sliding-window or linear layers, whose native caches have no rows to join")
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        return f"{cache.model_name} takes no position_ids, so rows cannot have positions of their own"
+        return no(f"{cache.model_name} takes no position_ids, so rows cannot have positions of their own")
     if (spread := spread_over(model)) is not None:
-        return f"the model is spread over {spread}"
+        return no(f"the model is spread over {spread}")
     rope = getattr(model.config.get_text_config(decoder=True), "rope_parameters", None) or {}
     kinds = {str(part.get("rope_type")) for part in (rope, *rope.values()) if isinstance(part, dict)}
     if kinds & {*OF_THE_BATCH}:
-        return f"{cache.model_name} rotates keys by angles that depend on the longest row of a batch"
-    return ""
+        return no(f"{cache.model_name} rotates keys by angles that depend on the longest row of a batch")
+    return SUPPORTED
 
 
-def with_bits(model: Any, method: str | Method, sample: Tensor | None = None) -> Method:
-    """The method; where prompts would choose their bits (`bits=auto`), with those that a sample text [1, n] chooses.
-
-    Rows of one table have the same bits. Without a sample it is a text of random tokens.
-    """
-    method = in_tokens(method, model)
-    if not method.stored_bits.auto or method.chosen_keys:
-        return method
-    if sample is None:
-        drawn = torch.Generator().manual_seed(SEED)
-        sample = torch.randint(model.get_input_embeddings().num_embeddings, (1, SAMPLED), generator=drawn)
-    # A method may let the model repeat it.
-    positions = getattr(model.config.get_text_config(decoder=True), "max_position_embeddings", None) or 2 * SAMPLED
-    cache = CompressedCache(model, method)
-    prefill(model, sample[:, : min(SAMPLED, positions // 2)].to(model.device), cache)
-    return method.with_keys([layer.table.stored_bits.keys or FEW for layer in cache.slot_layers])
+def lies_once(method: Method) -> bool:
+    """Whether a document lies once in tables of many rows that continue it: their heads are in one store."""
+    return method.ragged and bool(method.capabilities.documents)
 
 
 class RowFailed(Exception):
@@ -117,11 +108,11 @@ class SharedRows:
         at least one of the longest fits in any case. `documents`: rows may continue documents, which then lie in the
         tables once; a step has four more launches a layer for it.
         """
-        if reason := alone(model, method):
+        if (reason := batched(model, method).reason) is not None:
             raise ValueError(reason)
-        self.model, self.method, self.seed = model, with_bits(model, method), seed
+        self.model, self.method, self.seed = model, in_tokens(method, model), seed
         self.longest = min(longest, LONGEST)
-        self.memory, self.documents = memory, documents and self.method.ragged and self.method.continues
+        self.memory, self.documents = memory, documents and lies_once(self.method)
         self._slots_for: dict[int, int] = {}
         # With the tokens that it had then: asked for at every step while requests wait.
         self._document_slots: WeakKeyDictionary[CompressedCache, tuple[int, int]] = WeakKeyDictionary()
@@ -144,7 +135,7 @@ class SharedRows:
         return len(self.token)
 
     @property
-    def tables(self) -> list[BoundedTable]:
+    def tables(self) -> list[SlotTable]:
         return self.store.tables
 
     @property
@@ -178,7 +169,7 @@ class SharedRows:
             packed = [self._bounded(table) for table in singles]
             needs = self.method.row_needs if isinstance(self.method, WaitingMethod) else lambda table: RowNeeds()
             one = sum(singles[0].shape[1] * each for each in slots)
-            room, self.documents = rows * one, self.documents and len(alike(packed)) == 1
+            room = rows * one
             if self.memory is not None:
                 memory = self.memory - (rows * bytes_of_row(packed) if self.documents else 0)
                 room = min(room, max(one, slots_within(packed, rows, needs(singles[0]).room, memory)))
@@ -186,16 +177,12 @@ class SharedRows:
             if self.documents:
                 query_heads = self.model.config.get_text_config(decoder=True).num_attention_heads
                 return DocumentRows(packed, rows, room, clock, most, needs, query_heads), logits.shape[1]
-
-            def store(own: Sequence[BoundedTable], part: float = 1) -> RaggedRows:
-                return RaggedRows(own, rows, int(room * part), clock, most, needs)
-
-            return store(packed) if len(alike(packed)) == 1 else MixedRows(packed, store), logits.shape[1]
+            return RaggedRows(packed, rows, room, clock, most, needs), logits.shape[1]
         for table in singles:
-            table.note(prompt_tokens=self.longest)
+            table.count(prompt_tokens=self.longest)
             self.method.bound(table, self.longest)
-            table.note(prompt_tokens=1)
-        return EqualRows([table.bounded for table in singles], rows, slots, clock), logits.shape[1]
+            table.count(prompt_tokens=1)
+        return EqualRows(singles, rows, slots, clock), logits.shape[1]
 
     def slots_for(self, tokens: int) -> int:
         """The most slots of the store that a row takes until it has seen `tokens` tokens; 0 where rows are equal."""
@@ -236,16 +223,17 @@ class SharedRows:
         assert isinstance(self.method, BudgetedMethod)
         first = torch.cat([sink_keys(table, self.method.sinks) for table in tables])  # [L, H, sinks, D]
         held, seen = PlainSlots(first), tables[0].seen
-        text = replace(tables[0].cleared(), keys=held, values=held, length=first.shape[2], seen=seen)
-        return store.lay(document, [table.bounded for table in tables], text)
+        parts = {"keys": held, "values": held}
+        text = tables[0].cleared().like(parts, length=first.shape[2], seen=seen)
+        return store.lay(document, tables, text)
 
-    def _bounded(self, table: SlotTable) -> BoundedTable:
+    def _bounded(self, table: SlotTable) -> SlotTable:
         """A text within its budget gets its fixed shape; where heads differ, it lies in a flat store like others."""
         if table.exact:
             self.method.bound(table, table.seen + 1)
         if self.method.ragged and table.layout is None:
-            table.bounded.pack(torch.full(table.shape[:2], table.length, device=table.device))
-        return table.bounded
+            packing.pack(table, torch.full(table.shape[:2], table.length, device=table.device))
+        return table
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
@@ -364,7 +352,7 @@ class Batch:
         self.cache = CompressedCache(shared.model, shared.method, seed=shared.seed)
         for layer, table in zip(self.cache.slot_layers, shared.store.first(rows), strict=True):
             layer.table, layer.is_initialized = table, True
-        self.tables = [layer.table.bounded for layer in self.cache.slot_layers]
+        self.tables = [layer.table for layer in self.cache.slot_layers]
         whole = (shared.token, shared.position, shared.live, shared.logits)
         self.token, self.position, self.live, self.logits = (tensor[:rows] for tensor in whole)
         self.draw = shared.draw.first(rows)

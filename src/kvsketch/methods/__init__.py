@@ -19,15 +19,23 @@ A method that drops tokens has three parts:
     h2o, keyformer       heavy hitters + evict                   expected    normal distribution + keep when enough wait
                                                                  rehearse    virtual replay + refit
 
-`base.py` is the contract, `parameters.py` fields and their text form, `text.py` reads it, `budget.py` sizes as tokens
-or shares, `recall.py` what recall methods share, `replay_map.py` what stands for a repetition. A method that needs
-several files has a folder; the method itself is its `__init__.py`.
+    streamingllm         no scores: the first and the last         kcenter     far keys
+    uniform, balancekv, subgen   samples with weights                full        everything
+    quest, clusterkv, infinigen  recall
+
+`base.py` is the contract, `capabilities.py` what a method can do and why not the rest, `parameters.py` fields and their
+text form, `text.py` reads it, `budget.py` sizes as tokens or shares, `bits.py` bits that a prompt chooses, `recall.py`
+what recall methods share, `replay_map.py` what stands for a repetition. A method that needs several files has a folder;
+the method itself is its `__init__.py`.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from kvsketch.methods.balancekv import BalanceKV
-from kvsketch.methods.base import Method
+from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.clusterkv import ClusterKV
 from kvsketch.methods.expected import Expected
 from kvsketch.methods.full import Full
@@ -69,12 +77,23 @@ METHODS: dict[str, type[Method]] = {
 
 
 def parse_method(text: str | Method, importing: bool = True) -> Method:
-    """The method that a text such as `streamingllm:budget=1024:sinks=4` describes; a Method is returned as it is.
+    """The method of a string such as `streamingllm:budget=1024:sinks=4`; a Method is returned unchanged.
 
     Methods from outside: `package.module:Class:budget=1024`, or the name of an entry point (`text.py`). Without
     `importing` no module is imported for them.
     """
     return text if isinstance(text, Method) else parse(text, METHODS, importing)
+
+
+def usual(kind: type[Method]) -> Method:
+    """The method at its defaults, with a budget in tokens if it has one."""
+    method: Any = kind()
+    return replace(method, budget=1024) if isinstance(method, BudgetedMethod) else kind()
+
+
+def supporting(capability: str) -> list[str]:
+    """The methods that have a capability (`Capabilities`) as `usual` makes them."""
+    return [name for name, kind in METHODS.items() if usual(kind).capabilities.named()[capability]]
 
 
 __all__ = [
@@ -97,4 +116,6 @@ __all__ = [
     "SubGen",
     "Uniform",
     "parse_method",
+    "supporting",
+    "usual",
 ]

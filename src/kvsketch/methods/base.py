@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Self, cast
 
@@ -24,9 +24,11 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Size, Tokens, row_prompts
-from kvsketch.methods.parameters import Parameters, option
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
+from kvsketch.methods.parameters import NO_DRAWS, RANDOM, Parameters, Removed, option
+from kvsketch.slots import rollback
 from kvsketch.slots.bytes import LayerShape, bytes_beside
-from kvsketch.slots.positions import CACHE, POSITIONS, TEXT
+from kvsketch.slots.positions import TEXT
 from kvsketch.slots.state import TableState
 from kvsketch.slots.table import SlotTable
 
@@ -35,7 +37,7 @@ LITTLE = 16  # tokens: whoever can see fewer than these has lost the thread
 
 @dataclass(frozen=True)
 class Method(Parameters):
-    """Base of all methods: what they are, and the verbs that a cache calls."""
+    """Base class of all methods: their properties, and the functions that a cache calls."""
 
     family: ClassVar[str]
     paper: ClassVar[str] = ""
@@ -45,8 +47,6 @@ class Method(Parameters):
     compared_with: ClassVar[str] = ""
     random: ClassVar[bool] = False  # whether the seed changes the result
     looks_at_question: ClassVar[bool] = False  # whether the end of a prompt decides what stays
-    # Parameters of other methods that it cannot have, and why.
-    lacks: ClassVar[Mapping[str, str]] = {"share": "it has no scores that heads could compare"}
     keeps_all: ClassVar[bool] = False  # whether every token stays, and no budget bounds what it holds
     budget_is_mean: ClassVar[bool] = False  # whether heads share a budget, so that it bounds the mean over heads
     ignores_hidden_tokens: ClassVar[bool] = False  # whether tokens that a mask hides inside a row leave no trace
@@ -54,21 +54,27 @@ class Method(Parameters):
     reads_newest: ClassVar[bool] = False  # whether queries read the newest tokens in addition to the budget
     counts_prompt: ClassVar[bool] = False  # whether single tokens are compressed by the length of their prompt
     shaped_by_prompt: ClassVar[bool] = False  # whether a long prompt has another budget than a short one
-    wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.row_lse
-    wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.row_logits
+    wants_row_lse: ClassVar[bool] = False  # whether prefill should leave the rows' log-sums in table.forward.row_lse
+    wants_logits: ClassVar[bool] = False  # whether a decode step should leave its logits in table.forward.row_logits
 
     def wants_sums_of(self, table: SlotTable) -> bool:
-        """Whether the model's own attention should leave the log-sums of its rows in table.row_lse."""
+        """Whether the model's own attention should leave the log-sums of its rows in table.forward.row_lse."""
         return self.wants_row_lse
 
     @property
-    def no_latents(self) -> str:
-        """Why it cannot work where a value is a part of its key (`slots.latent`); empty: it can."""
-        return "it reads or rewrites values apart from keys"
+    def declared(self) -> Capabilities:
+        """What it can do, and why not the rest, whatever its bits; a method changes what is its own."""
+        return Capabilities()
+
+    @property
+    def capabilities(self) -> Capabilities:
+        """What it can do, and why not the rest: what caches, engines, the vLLM plugin and the docs go by."""
+        result = self.declared.stored_in(self.stored_bits)
+        return result if self.basis == RANDOM else result.along(self.basis)
 
     @property
     def last_queries(self) -> int | None:
-        """How many of the newest queries `compress` looks at; None: all of them."""
+        """How many of the last queries `compress` needs; None: all."""
         return None
 
     @property
@@ -82,17 +88,12 @@ class Method(Parameters):
         return None
 
     @property
-    def can_offload(self) -> bool:
-        """Whether another setting of it would hold what it keeps in host memory."""
-        return False
-
-    @property
     def clip(self) -> float | None:
-        """How far the logarithms of the two sums may lie apart when slots are read; None: as far as they do."""
+        """Largest difference between the logarithms of the two sums when slots are read; None: no limit."""
         return None
 
     def note_prompt(self, table: SlotTable) -> None:
-        """The prompt is read, and single tokens follow."""
+        """Called when the prompt is read and single tokens follow."""
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
         """Makes `table` ready for new tokens [B, H, n, D], before they are appended."""
@@ -106,7 +107,7 @@ class Method(Parameters):
         return type(self).settle is not Method.settle
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        """Decides what all layers share, once each of them has taken and compressed the same tokens."""
+        """Decides what all layers share, after each of them has compressed the same tokens."""
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
@@ -123,36 +124,20 @@ class Method(Parameters):
         return None
 
     def bound(self, table: SlotTable, max_length: int) -> None:
-        """Gives an exact table its fixed shape ahead of time, so that decoding can be captured; may leave it exact."""
+        """Gives an exact table its fixed shape early, so that decoding can be captured; may leave it exact."""
 
     def make_room(self, table: SlotTable, max_length: int) -> None:
         """Prepares a table for single tokens until it has seen `max_length`, so that its addresses stay."""
         if table.exact:
             self.bound(table, max_length)
 
-    @property
-    def alone(self) -> str:
-        """Why its rows cannot share tables with those of other requests (`slots.rows`); empty: they can.
-
-        They can if `bound` always gives a fixed shape, and from then on a single token changes each row in place,
-        by what that row holds alone: `seen` and `prompt_tokens` of a shared table count for none of its rows.
-        """
-        return "its tables have no fixed shape with rows of their own"
-
     def most_slots(self, table: SlotTable, longest: int) -> int:
         """The most slots that a row may need once it is bounded, for any prompt of up to `longest` tokens."""
         return longest
 
     @property
-    def continues(self) -> bool:
-        """Whether what it keeps of a text can be continued in tables beside it (`CompressedCache.continued`): nothing
-        that comes later changes it, and what comes later is compressed by itself.
-        """
-        return False
-
-    @property
     def ragged(self) -> bool:
-        """Whether the heads of its bounded tables hold different numbers of slots."""
+        """Whether heads of its bounded tables have different numbers of slots."""
         return False
 
     def maintenance_due(self, table: SlotTable) -> bool:
@@ -163,19 +148,19 @@ class Method(Parameters):
         return False
 
     def can_forget(self, table: SlotTable, left: int) -> bool:
-        """Whether the tokens after the first `left`, already compressed, can be dropped without a trace."""
+        """Whether the tokens after the first `left` can be removed although they were compressed."""
         return table.exact and not table.state.slot_tensors()
 
     def forget(self, table: SlotTable, count: int) -> None:
-        """Drops the last `count` tokens; called only where `can_forget`."""
-        table.drop_in_order(count)
+        """Removes the last `count` tokens; called only if `can_forget`."""
+        rollback.drop_in_order(table, count)
 
     def budget_tokens(self, table: SlotTable) -> int | None:
-        """Slots the layer may hold for its longest row, None without limit."""
+        """Slots of the layer for its longest row; None: no limit."""
         return None
 
     def stored_bytes(self, shape: LayerShape) -> int | None:
-        """The most bytes that a layer takes on the device after a prompt; None: it cannot be promised."""
+        """Upper bound of a layer's device bytes after a prompt; None: there is none."""
         return None
 
 
@@ -185,28 +170,36 @@ class BudgetedMethod(Method):
     included.
     """
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        "positions": Removed(TEXT, "use streamingllm, h2o or snapkv"), "seed": NO_DRAWS,
+    }  # fmt: skip
+
     budget: Size | int | str = option(
         1024, "tokens per KV head and layer, sinks and recent window included: a number, or a share of the prompt (25%)"
     )
     bytes: Size | str | None = option(
-        None, "share of the bytes of a 16-bit cache, such as 1/8, in place of a budget", kw_only=True
+        None, "share of the bytes of a 16-bit cache, such as 1/8, instead of a budget", kw_only=True
     )
     sinks: int = option(4, "first tokens that always stay")
     recent: Size | int | str = option(64, "last tokens that always stay: a number, or a share of the budget (25%)")
-    seed: int = option(0, "seed of random draws, where a method makes any; added to the seed of the cache")
-    positions: str = option(
-        TEXT, "cache reads keys at their places in the cache, for texts beyond the trained length", POSITIONS
-    )
 
     @property
-    def placeless(self) -> str:
-        """Why positions=cache is refused: slots without one place in the cache. Empty: it is not refused."""
-        return ""
+    def declared(self) -> Capabilities:
+        return replace(super().declared, memory=SUPPORTED)
+
+    @property
+    def in_equal_pages(self) -> Support:
+        """Whether a page of one size holds what it stores: a budget in tokens."""
+        if self.bytes is None and self.budget_size.tokens is not None:
+            return SUPPORTED
+        share = f"budget={self.budget_size}" if self.bytes is None else f"bytes={self.bytes}"
+        return no(
+            f"{share} is a share of the prompt, which vLLM has not read when the method decides; use a number of "
+            "tokens such as budget=1024, or rehearse"
+        )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        if self.positions == CACHE and self.placeless:
-            raise ValueError(f"{self.name}: positions=cache is refused, {self.placeless}; use positions=text")
         budget = Size.parse(self.budget, f"{self.name}: budget")
         recent = Size.parse(self.recent, f"{self.name}: recent", smallest=0)
         if self.bytes in (None, "None"):
@@ -219,12 +212,12 @@ class BudgetedMethod(Method):
         self._set("budget", budget)
         self._set("recent", recent)
         self._require_whole("sinks", least=0, unit="tokens")
-        self._require("seed", isinstance(self.seed, int), "a whole number")
         if budget.tokens is not None:
-            least = self.sinks + max(1, recent.of(budget.tokens))
+            sinks, window = self.exact_tokens(budget.tokens)
+            least = sinks + max(1, window)
             if budget.tokens < least:
                 raise ValueError(
-                    f"{self.name}: budget={budget} cannot hold {self.sinks} sinks and a recent window of {recent}; "
+                    f"{self.name}: budget={budget} cannot hold {sinks} sinks and a recent window of {recent}; "
                     f"use budget={least} or more, or smaller sinks and recent"
                 )
 
@@ -233,16 +226,16 @@ class BudgetedMethod(Method):
         return self
 
     @property
-    def read_positions(self) -> str | None:
-        return None if self.placeless else self.positions
-
-    @property
     def budget_size(self) -> Size:
         return cast(Size, self.budget)
 
     @property
     def recent_size(self) -> Size:
         return cast(Size, self.recent)
+
+    def exact_tokens(self, budget: int) -> tuple[int, int]:
+        """The sinks, and the recent tokens, that always stay within a budget."""
+        return self.sinks, self.recent_size.of(budget)
 
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
         """What rows with prompts of `prompt` tokens may hold, in each KV head of this layer.
@@ -260,16 +253,22 @@ class BudgetedMethod(Method):
         total = self.budget_tokens(table)
         if total < LITTLE:
             warnings.warn(
-                f"{self.name}: budget={self.budget} of a prompt of {table.prompt_tokens} token(s) is {total}, and what "
-                "is generated sees no more than these. Feed the prompt in one forward, or use a budget in tokens, such "
-                "as budget=1024",
+                f"{self.name}: budget={self.budget} of a prompt of {table.prompt_tokens} token(s) is {total}, and "
+                "generated tokens see no more than these. Feed the prompt in one forward, or use a budget in tokens, "
+                "such as budget=1024",
                 RuntimeWarning,
                 stacklevel=2,
             )
 
     def row_budget(self, table: SlotTable) -> Budget:
         """What each row may hold; tensors where left padding makes rows differ."""
-        return self.allot(table, row_prompts(table))
+        if table.padding is not None:
+            return self.allot(table, row_prompts(table))
+        known = table.forward.allotted
+        if known is None or known[0] is not self or known[1] != table.prompt_tokens:
+            known = table.forward.allotted = self, table.prompt_tokens, self.allot(table, table.prompt_tokens)
+        budget: Budget = known[2]
+        return budget
 
     def budget_tokens(self, table: SlotTable) -> int:
         return int(self.allot(table, table.prompt_tokens).total)

@@ -20,6 +20,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.rotate_keys import whole_turns
+from kvsketch.slots import coding
 from kvsketch.slots.codes import FEW, MANY, MOST_MANY, coded
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
@@ -32,12 +33,12 @@ QUERIES, ROWS = 64, 4  # of a prompt, and of a batch, that are looked at
 
 def note_rounding(table: SlotTable, queries: Tensor) -> None:
     """Notes what rounding its keys costs the queries [B, Hq, n, D] just asked, before the table is coded."""
-    if not table.stored_bits.auto or not table.exact or table.waits_for_codes or table.rounding is not None:
+    if not table.stored_bits.auto or not table.exact or table.waits_for_codes or table.forward.rounding is not None:
         return
     rows = torch.linspace(0, len(queries) - 1, min(ROWS, len(queries))).long().tolist()
     sums = torch.stack([_moved(table, queries, row) for row in rows]).sum(0)  # [2, H]
     moved, size = mean_over_heads(sums, table)
-    table.note(rounding=moved / size.clamp_min(1e-30))
+    table.forward.rounding = moved / size.clamp_min(1e-30)
 
 
 def _moved(table: SlotTable, queries: Tensor, row: int) -> Tensor:  # [2, H]
@@ -47,11 +48,11 @@ def _moved(table: SlotTable, queries: Tensor, row: int) -> Tensor:  # [2, H]
     new, heads = min(queries.shape[2], keys.shape[2]), keys.shape[1]
     asked = torch.linspace(0, new - 1, min(QUERIES, new), device=keys.device).long() - new
     q = queries[row : row + 1, :, asked].to(keys.dtype)
-    if table.rotary:
+    if table.context.rotary:
         behind = torch.full((1, 1), BEHIND + new, device=keys.device)
-        q = ops.rotate_queries(q, behind, whole_turns(tuple(table.rotary), keys.device))
+        q = ops.rotate_queries(q, behind, whole_turns(tuple(table.context.rotary), keys.device))
     exact, rounded = (
-        ops.weighted_attention(q, k, values, None, None, table.scale).float()
+        ops.weighted_attention(q, k, values, None, None, table.forward.scale).float()
         for k in (keys, coded(keys, FEW, None).plain())
     )  # [1, Hq, Q, D]
     return torch.stack([(part**2).view(heads, -1).sum(-1) for part in (rounded - exact, exact)])
@@ -64,16 +65,16 @@ def settle_bits(tables: Sequence[SlotTable], slots: Sequence[Tensor] | None = No
     """
     if not all(table.stored_bits.auto for table in tables) or (slots is None and any(table.exact for table in tables)):
         return
-    costs = [table.rounding for table in tables if table.rounding is not None]
+    costs = [table.forward.rounding for table in tables if table.forward.rounding is not None]
     if len(costs) < len(tables):
         # Something had to go before there were tokens enough.
         for table in tables:
-            table.choose_bits(FEW)
+            coding.choose_bits(table, FEW)
         return
     answer = [float(number) for number in fetched([each.double() for each in (*costs, *(slots or ()))])]
-    counts = answer[len(costs) :] or [float(table.bounded.log_den.numel()) for table in tables]
+    counts = answer[len(costs) :] or [float(table.log_den.numel()) for table in tables]
     for table, many in zip(tables, dearest(answer[: len(costs)], counts), strict=True):
-        table.choose_bits(MANY if many else FEW)
+        coding.choose_bits(table, MANY if many else FEW)
 
 
 def dearest(costs: Sequence[float], counts: Sequence[float]) -> list[bool]:

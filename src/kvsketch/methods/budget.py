@@ -19,6 +19,7 @@ from typing import NamedTuple, TypeAlias, overload
 import torch
 from torch import Tensor
 
+from kvsketch.plural import counted
 from kvsketch.slots.table import SlotTable
 
 Tokens: TypeAlias = int | Tensor  # one number for all rows, or [B, 1, 1] int64, one for each
@@ -42,7 +43,7 @@ class Size:
             value = int(text)
         if isinstance(value, int) and not isinstance(value, bool):
             if value < smallest:
-                raise ValueError(f"{name}={value} is too small; use at least {smallest} token(s), or {FORMS}")
+                raise ValueError(f"{name}={value} is too small; use at least {counted(smallest, 'token')}, or {FORMS}")
             return cls(tokens=value)
         share: Fraction | None = None
         if match := re.fullmatch(r"(\d+(?:\.\d+)?)\s*%", text):

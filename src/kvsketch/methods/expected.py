@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvsketch.methods.budget import Size, row_prompts
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.divide import HEAD
 from kvsketch.methods.parameters import option
 from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
+from kvsketch.slots import packing
 from kvsketch.slots.table import SlotTable
 
 PIECE = 2048  # tokens that are worked on at a time
@@ -28,8 +30,8 @@ class Expected(WaitingMethod):
         z_j = E exp(scale <q, k_j>) = exp(scale <mu, k_j> + scale^2 / 2 k_j' Sigma k_j)
         score(j) = (mean over the query heads of the group of z_j / sum z + epsilon) |v_j|
 
-    The sinks stay and take no part in the sum. The question need not be known. Tokens behind the prompt, of a new turn
-    or generated, are kept until they are `wait`, then scored by the distribution of their own queries.
+    The sinks stay and take no part in the sum. The question need not be known. Tokens after the prompt, of a new turn
+    or generated, are stored until there are `wait`, then scored by the distribution of their own queries.
 
     Paper: Devoto, Jeblick and Jegou, Expected Attention: KV Cache Compression by Estimating Attention from Future
     Queries Distribution (arXiv 2510.00636). Differs from the authors' code, whose heads all take the same bytes: heads
@@ -41,15 +43,12 @@ class Expected(WaitingMethod):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2510.00636"
     look: ClassVar[tuple[str, ...]] = ("#4a6b00", "P")
-    continues: ClassVar[bool] = True
-    placeless: ClassVar[str] = "for it expects queries at the distances of the text"
-    no_latents: ClassVar[str] = "it weighs a token by the norm of its value in each head"
     needs_angles: ClassVar[tuple[str, str]] = ("rotates queries", "kvzip")
 
     recent: Size | int | str = 0
     share: str = HEAD
-    wait: int = option(512, "new tokens behind a prompt that are kept, with their queries, until they are scored")
-    future: int = option(512, "positions over which the rotation of queries to come is averaged")
+    wait: int = option(512, "new tokens after a prompt that are stored, with their queries, until they are scored")
+    future: int = option(512, "positions over which the rotation of future queries is averaged")
     epsilon: float = option(0.0, "added to the expected attention before the value's norm weighs it")
     bits: int | str = 16
 
@@ -58,6 +57,16 @@ class Expected(WaitingMethod):
         self._require_whole("wait", least=64, unit="tokens")
         self._require_whole("future", unit="positions")
         self._require("epsilon", 0 <= self.epsilon < math.inf, "a number of 0 or more")
+
+    @property
+    def declared(self) -> Capabilities:
+        return replace(
+            super().declared,
+            documents=SUPPORTED,
+            cache_positions=no("it expects queries at the distances of the text"),
+            latent=no("it weighs a token by the norm of its value in each head"),
+            vllm=no("it was not tried in pages of vLLM; use snapkv or rehearse"),
+        )
 
     def kept_heads(self, heads: int, query_heads: int) -> int:
         # Every head has a distribution of its own.
@@ -68,15 +77,15 @@ class Expected(WaitingMethod):
         return min(PIECE, self.wait)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
-        table.unpack()
+        packing.unpack(table)
         slots, sinks = newest_slots(table, queries.shape[2]), own_sinks(table, self.sinks)  # [B, H, n]
         position = table.position_slots().gather(2, slots)[:, 0]  # [B, n]
         counted = position >= sinks
-        mean, covariance = moments(queries, table.rotary, table.before + position, counted)
+        mean, covariance = moments(queries, table.context.rotary, table.before + position, counted)
         places = table.before + table.real_tokens()[:, :, 0] + torch.arange(self.future, device=table.device)  # [B, T]
-        mean, covariance = rotated_on_average(mean, covariance, table.rotary, places)
+        mean, covariance = rotated_on_average(mean, covariance, table.context.rotary, places)
         keys, values = newest(table, slots)
-        logits = expected_logits(keys, mean, covariance, table.scale)  # [B, H, G, n]
+        logits = expected_logits(keys, mean, covariance, table.forward.scale)  # [B, H, G, n]
         attention = logits.masked_fill(~counted[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0).mean(2)
         # Times the number of tokens: a part of a text then counts as the whole does.
         count = counted.sum(1, keepdim=True)[..., None]

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Method
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
+from kvsketch.slots import in_place, packing
 from kvsketch.slots.bytes import LayerShape
+from kvsketch.slots.codes import PLAIN
 from kvsketch.slots.table import SlotTable
 
 
@@ -22,10 +25,24 @@ class Full(Method):
     look: ClassVar[tuple[str, ...]] = ("#444444", "o")
     keeps_all: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
-    no_latents: ClassVar[str] = ""
     last_queries: ClassVar[int] = 0
-    alone: ClassVar[str] = ""
-    continues: ClassVar[bool] = True
+
+    @property
+    def declared(self) -> Capabilities:
+        few_bits = SUPPORTED
+        if PLAIN in self.stored_bits.pair:
+            few_bits = no("keys or values in 16 bits are what vLLM keeps by itself; use bits=4 or bits=8")
+        return replace(
+            super().declared,
+            batched=SUPPORTED,
+            documents=SUPPORTED,
+            cache_positions=no("it keeps every token, whose place in the cache is its place in the text"),
+            latent=SUPPORTED,
+            shared_budget=no("it has no budget"),
+            offload=no("it reads every token at every step; use a recall method"),
+            memory=SUPPORTED,
+            vllm=few_bits,
+        )
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         table.bound(max_length)
@@ -34,7 +51,7 @@ class Full(Method):
         if table.exact:
             table.bound(max_length)
         else:
-            table.bounded.widen(max_length + 1 - table.length)
+            packing.widen(table, max_length + 1 - table.length)
 
     def stored_bytes(self, shape: LayerShape) -> int:
         return shape.everything()
@@ -49,7 +66,7 @@ class Full(Method):
         if table.exact:
             return
         if table.shared or (table.in_place and table.seen < table.length):
-            table.advance()
+            in_place.advance(table)
         else:
             # Slots are used in order; several new tokens stand at the end, after the unused slots.
             old, new = table.seen - table.new_tokens, table.new_tokens

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvsketch.methods.budget import Size
-from kvsketch.methods.parameters import option
-from kvsketch.methods.received import REDUCTIONS, AttentionScored, HeavyHitters
+from kvsketch.methods.capabilities import Capabilities
+from kvsketch.methods.received import AttentionScored, HeavyHitters
 from kvsketch.slots.table import SlotTable
 
 
@@ -24,8 +24,8 @@ class H2O(AttentionScored):
     best scores, and each generated token evicts one. Early tokens are seen by more queries and score higher for that
     alone.
 
-    The query heads of a KV head share one score: their sum, mean or max (`gqa_reduce`; max is over the queries of one
-    forward). Sums over a prompt come from `ops.attention_mass`, in memory proportional to its length.
+    The query heads of a KV head share one score, their sum. Sums over a prompt come from `ops.attention_mass`, in
+    memory proportional to its length.
 
     Paper: Zhang et al., H2O: Heavy-Hitter Oracle for Efficient Generative Inference of Large Language Models (arXiv
     2306.14048). Its guarantee, that greedy eviction is near the best, holds for a submodular model of attention, not
@@ -39,10 +39,13 @@ class H2O(AttentionScored):
     look: ClassVar[tuple[str, ...]] = ("#007a87", "D")
     sinks: int = 0
     recent: Size | int | str = "50%"
-    gqa_reduce: str = option("sum", "how the scores of the query heads of one KV head become one", REDUCTIONS)
 
-    # Attention may leave the logarithms of its row sums, [B, Hq, n], in table.row_lse: half of the work is done.
+    # Attention may leave the logarithms of its row sums, [B, Hq, n], in `row_lse`: half of the work is done.
     wants_row_lse: ClassVar[bool] = True
 
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, vllm=self.in_equal_pages)
+
     def observe(self, table: SlotTable, queries: Tensor) -> None:
-        HeavyHitters(self.gqa_reduce).add(table, queries)
+        HeavyHitters().add(table, queries)

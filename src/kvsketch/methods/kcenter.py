@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -12,27 +12,26 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Budget, Size, Tokens, where
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.keep import bound_to_budget, close_slots, evict
-from kvsketch.methods.parameters import option
+from kvsketch.methods.parameters import Removed, option
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import gather_slots
 
-WEIGHTS = ("none", "count")
 GROWTH = 256  # slots added at a time where generated tokens never go
 
 
 @dataclass(frozen=True)
 class KCenter(BudgetedMethod):
-    """Keeps keys that lie far apart, each chosen as the farthest from those before it, and the recent window.
+    """Keeps keys that are far apart, each chosen as the farthest from those before it, and the recent window.
 
         S <- S + argmax_i  min over c in S of ||k_i - k_c||,     until |S| = budget - recent
 
     over the tokens before the window, per KV head, on the stored (rotated) keys. The first max(1, sinks) tokens are
-    centers from the start. `weights=count` weighs a center by log n, n = tokens nearest to it, in both sums; default:
-    weight 1. `form=coarse` takes several far keys per pass over the prompt. Every token lies within twice the
-    smallest possible radius of a center (2 / 0.9 times for `coarse`).
+    centers from the start. `form=coarse` takes several far keys per pass over the prompt. Every token lies within twice
+    the smallest possible radius of a center (2 / 0.9 times for `coarse`).
 
     The search runs after every forward of several tokens. Single tokens slide: what leaves the window while the
     budget is full is dropped and the centers stay. `slide=false` is the papers' form: generated tokens never go,
@@ -46,16 +45,14 @@ class KCenter(BudgetedMethod):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2402.06082"
     look: ClassVar[tuple[str, ...]] = ("#b0307a", "D")
-    lacks: ClassVar[Mapping[str, str]] = {
-        "share": "its scores are distances between keys, which have another scale in every head"
-    }
-    no_latents: ClassVar[str] = ""
     last_queries: ClassVar[int] = 0
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **BudgetedMethod.removed, "weights": Removed("none", "a center weighs 1, as in the papers"),
+    }  # fmt: skip
     sinks: int = option(1, "first tokens that are centers from the start; 0 still starts at the first token")
     recent: Size | int | str = "50%"
-    weights: str = option("none", "count: a center weighs as much as the tokens nearest to it, in both sums", WEIGHTS)
     form: str = option("exact", "coarse takes all keys that are 0.9 times as far as the farthest at once", FORMS)
-    slide: bool = option(True, "false: generated tokens never go, and memory grows with them, as in the papers")
+    slide: bool = option(True, "false: generated tokens are never dropped, and memory grows, as in the papers")
 
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
         # In the middle of a stream the prompt is longer than what was seen.
@@ -64,8 +61,17 @@ class KCenter(BudgetedMethod):
         return Budget(total, self.sinks, self.recent_size.of(total))
 
     @property
-    def alone(self) -> str:
-        return "" if self.slide else "with slide=false its tables grow with what is generated"
+    def declared(self) -> Capabilities:
+        grows = no("with slide=false its tables grow with what is generated; use slide=true")
+        bounded = SUPPORTED if self.slide else grows
+        return replace(
+            super().declared,
+            batched=bounded,
+            latent=SUPPORTED,
+            memory=bounded,
+            shared_budget=no("its scores are distances between keys, which have another scale in every head"),
+            vllm=bounded and self.in_equal_pages,
+        )
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self.slide:
@@ -88,7 +94,7 @@ class KCenter(BudgetedMethod):
             slots = torch.arange(table.length, device=table.device).expand(table.shape)
             table.rebuild(slots, table.length - 1 + GROWTH)
         # The youngest token before the window goes first: the one that has just left it.
-        evict(table, -table.position_slots().float(), self, budget)
+        evict(table, -table.position_slots().float(), self)
 
     def _choose(self, table: SlotTable, budget: int) -> None:
         """Becomes a bounded table of centers and recent window, in position order."""
@@ -108,16 +114,8 @@ class KCenter(BudgetedMethod):
             centers = centers.masked_fill(torch.arange(centers.shape[2], device=centers.device) >= rows - window, -1)
         newest = torch.arange(old.shape[2] - widest, old.shape[2], device=centers.device).expand(*centers.shape[:2], -1)
         recent = torch.where(old.gather(2, newest) | (position.gather(2, newest) < 0), -1, newest)
-        chosen, order = torch.cat([centers, recent], -1).sort(-1)
-        weights = None
-        if self.weights == "count" and centers.shape[2] > 0:
-            held = table.log_weights()[1]
-            present = torch.zeros(table.shape, device=centers.device) if held is None else held
-            present = present if slot is None else present.gather(2, slot)
-            nearest, mass = ops.nearest_center(keys, centers), torch.where(old, present.exp(), 0.0)
-            counted = torch.zeros_like(centers, dtype=torch.float32).scatter_add_(2, nearest, mass).clamp_min(1.0).log()
-            weights = torch.cat([counted, present.gather(2, newest)], -1).gather(2, order)
+        chosen = torch.cat([centers, recent], -1).sort(-1).values
         if slot is not None:
             chosen = torch.where(chosen < 0, -1, slot.gather(2, chosen.clamp_min(0)))
-        table.rebuild(chosen, budget, weights)
+        table.rebuild(chosen, budget)
         close_slots(table, rows)

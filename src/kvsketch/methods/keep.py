@@ -9,7 +9,7 @@ Keeping new tokens whole until enough of them wait is in `waiting.py`, refitting
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -17,9 +17,13 @@ from torch import Tensor
 
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Tokens
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
 from kvsketch.methods.divide import largest
+from kvsketch.methods.parameters import option
 from kvsketch.ops.slot_update.reference import rank, sort_keys
+from kvsketch.slots import in_place
 from kvsketch.slots.layout import Layout
+from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetched
 
@@ -29,8 +33,23 @@ class EvictingMethod(BudgetedMethod):
     """Keeps the sinks, the recent window and the slots with the largest score; every kept slot has weight 1."""
 
     family: ClassVar[str] = "evict"
-    no_latents: ClassVar[str] = ""
-    alone: ClassVar[str] = ""
+    positions: str = option(
+        TEXT, "cache reads keys at their places in the cache, for texts beyond the trained length", POSITIONS
+    )
+
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, batched=SUPPORTED, latent=SUPPORTED, cache_positions=SUPPORTED)
+
+    @property
+    def in_equal_pages(self) -> Support:
+        if self.positions != TEXT:
+            return no(f"positions={self.positions} reads keys other than they were written; use positions={TEXT}")
+        return super().in_equal_pages
+
+    @property
+    def read_positions(self) -> str | None:
+        return self.positions
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         """Takes note of the new tokens' queries; called after every forward, also while nothing needs to go."""
@@ -47,11 +66,11 @@ class EvictingMethod(BudgetedMethod):
         self.observe(table, queries)
         if table.exact and table.length <= self.budget_tokens(table):
             return
-        evict(table, self.scores(table, queries), self, self.budget_tokens(table))
+        evict(table, self.scores(table, queries), self)
 
 
-def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budget: int) -> None:
-    """Keeps the `budget` slots with the largest scores, and of equal scores the newest.
+def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod) -> None:
+    """Keeps the slots with the largest scores, as many as the budget says, and of equal scores the newest.
 
     Sinks and recent tokens rank above all others, empty slots below.
     """
@@ -59,9 +78,9 @@ def evict(table: SlotTable, scores: Tensor | None, method: BudgetedMethod, budge
     if table.in_place:
         if isinstance(recent, Tensor):
             scores, recent = _with_recent(table, scores, recent), 0
-        table.bounded.free_lowest(scores, method.sinks, recent)
+        in_place.free_lowest(table, scores, method.sinks, recent)
         return
-    keys = rank_slots(table, scores, method)
+    budget, keys = method.budget_tokens(table), rank_slots(table, scores, method)
     count = min(budget, keys.shape[-1])
     chosen = keys.topk(count, dim=-1).indices
     if isinstance(total, Tensor):
@@ -99,12 +118,12 @@ def close_slots(table: SlotTable, rows: Tokens) -> None:
     """Closes the empty slots of a bounded table beyond each row's own budget; one stays open for the next token."""
     if isinstance(rows, int):
         return
-    bounded = table.bounded
+    bounded = table
     empty = bounded.index < 0
     surplus = table.length - 1 - rows
     order = empty.long().cumsum(-1)
     is_next = torch.zeros_like(empty).scatter_(2, bounded.next_slot, True)
-    bounded.close(empty & (order <= surplus) & ~is_next)
+    in_place.close(bounded, empty & (order <= surplus) & ~is_next)
 
 
 def keep_best(
@@ -119,4 +138,4 @@ def keep_best(
 def layouts(tables: Sequence[SlotTable], counts: Sequence[Tensor], room: int) -> list[Layout]:
     """Where the heads of each table begin that keep `counts` [B, H] slots and have room for more tokens."""
     capacities, devices = [count + room + 1 for count in counts], [table.device for table in tables]
-    return Layout.of_each(capacities, bool(tables[0].bits), devices)
+    return Layout.of_each(capacities, bool(tables[0].context.bits), devices)

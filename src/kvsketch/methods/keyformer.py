@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -10,9 +10,11 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp, row_prompts
+from kvsketch.methods.capabilities import NOT_MEASURED, Capabilities
 from kvsketch.methods.h2o import H2O
-from kvsketch.methods.parameters import option
+from kvsketch.methods.parameters import SEED, option
 from kvsketch.methods.received import HeavyHitters
+from kvsketch.slots.positions import TEXT
 from kvsketch.slots.table import SlotTable
 
 COMPATIBILITY = ("intended", "official")
@@ -49,6 +51,8 @@ class Keyformer(H2O):
     wants_row_lse: ClassVar[bool] = False
     budget: Size | int | str = "60%"
     recent: Size | int | str = "30%"
+    positions: str = field(default=TEXT, init=False, repr=False)
+    seed: int = option(0, SEED)
     tau_init: float = option(1.0, "temperature of the score for the prompt")
     tau_end: float = option(2.0, "temperature after `horizon` generated tokens")
     horizon: int = option(128, "generated tokens over which the temperature rises: set it to max_new_tokens")
@@ -63,9 +67,14 @@ class Keyformer(H2O):
         self._require_whole("horizon", unit="tokens")
         super().__post_init__()
 
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, cache_positions=NOT_MEASURED)
+
     def observe(self, table: SlotTable, queries: Tensor) -> None:
-        noise = ops.Noise(self.seed + table.seed, table.layer_idx, table.first_head) if self.noise else None
-        HeavyHitters(self.gqa_reduce, self.temperature(table), noise).add(table, queries)
+        own = table.context
+        noise = ops.Noise(self.seed + own.seed, own.layer_idx, own.first_head) if self.noise else None
+        HeavyHitters(self.temperature(table), noise).add(table, queries)
 
     def temperature(self, table: SlotTable) -> ops.Temperature:
         """tau_t, from the last prompt on."""

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Tokens, clamp, where
+from kvsketch.methods.capabilities import NOT_MEASURED, Capabilities
 from kvsketch.methods.divide import HEAD, LAYER, MODEL
 from kvsketch.methods.parameters import option
 from kvsketch.methods.snapkv import SnapKV
+from kvsketch.slots.positions import TEXT
 from kvsketch.slots.table import SlotTable
 
 READINGS = ("ceiling", "mean")
@@ -40,14 +42,17 @@ class PyramidKV(SnapKV):
     shaped_by_prompt: ClassVar[bool] = True
     # The ceiling of a pyramid is twice its mean, so that it stores half of what other methods do.
     compared_with: ClassVar[str] = "budget_is=mean"
-    beta: int = option(20, "how pointed: the top layer keeps base // beta tokens beside the window; 1 is snapkv")
+    positions: str = field(default=TEXT, init=False, repr=False)
+    beta: int = option(
+        20, "how pointed: the top layer keeps base // beta tokens in addition to the window; 1 is snapkv"
+    )
     budget_is: str = option(
         "ceiling",
         "the budget is the most of any layer, or the mean over layers as in the paper and our tables",
         READINGS,
     )
     share: str = option(
-        HEAD, "who shares a budget: every head has its own, or the heads of a layer do", (HEAD, LAYER), kw_only=True
+        HEAD, "who shares a budget: head (nobody), or the heads of a layer", (HEAD, LAYER), kw_only=True
     )
 
     def __post_init__(self) -> None:
@@ -55,9 +60,13 @@ class PyramidKV(SnapKV):
         self._require_whole("beta")
         super().__post_init__()
 
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, cache_positions=NOT_MEASURED)
+
     def allot(self, table: SlotTable, prompt: Tokens) -> Budget:
         budget, sinks, recent = super().allot(table, prompt)
-        fixed, layers = sinks + recent, table.compressed_layers
+        fixed, layers = sinks + recent, table.context.compressed_layers
         if table.in_place:
             return Budget(table.length - 1, sinks, recent)  # the prompt has decided the shape of the table
         if layers < 2:
@@ -70,7 +79,7 @@ class PyramidKV(SnapKV):
         whole = 2 * base - low >= prompt - fixed  # the lowest layer would hold more than there is
         high = where(whole, prompt - fixed, 2 * base - low)
         low = where(whole, 2 * base - high, low)
-        total = fixed + high - -(-table.rank * (high - low) // (layers - 1))
+        total = fixed + high - -(-table.context.rank * (high - low) // (layers - 1))
         return Budget(where(alike, budget, total), sinks, recent)
 
     def budget_tokens(self, table: SlotTable) -> int:

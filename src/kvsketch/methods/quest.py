@@ -11,7 +11,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.parameters import option
 from kvsketch.methods.recall import Recalled, RecallingMethod
-from kvsketch.slots import offloaded
+from kvsketch.slots import in_place, offloaded
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import number, per_row
 from kvsketch.slots.table import SlotTable
@@ -47,7 +47,7 @@ class Quest(RecallingMethod):
 
     score(page, q) = sum_c max(q_c * min_c, q_c * max_c)  >=  <q, k> for every key k of the page; each query head
     reads the top max(3, budget // page) pages, of prompt and generated text alike, and the page still being filled.
-    Beside longer rows, a row that fits the budget is read whole.
+    In a batch, a row that fits the budget is read in full.
 
     Paper: Tang et al., Quest: Query-Aware Sparsity for Efficient Long-Context LLM Inference (arXiv 2406.10774).
     Differs from the authors' code: batches of several rows with left padding, pages per KV head without copies per
@@ -109,7 +109,7 @@ class Quest(RecallingMethod):
         state.pages_cover = table.seen
         self._reserve(table)
         # A captured step finds its token by the device's own count.
-        slot = table.bounded.newest_slot() if new == 1 and not table.exact and not table.bits else None
+        slot = in_place.newest_slot(table) if new == 1 and not table.exact and not table.context.bits else None
         if new == 1:
             keys = self.newest_key(table) if slot is None else table.key_slots()
         else:

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar, cast
 
 from torch import Tensor
@@ -11,9 +12,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size, row_prompts
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.full import Full
-from kvsketch.methods.parameters import option
-from kvsketch.slots import codes, offloaded
+from kvsketch.methods.parameters import NO_DRAWS, Removed, option
+from kvsketch.slots import codes, in_place, offloaded
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import Range, TableState, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
@@ -41,15 +43,16 @@ class RecallingMethod(Method, ABC):
 
     family: ClassVar[str] = "recall"
     State: ClassVar[type[Recalled]] = Recalled
+    removed: ClassVar[Mapping[str, Removed]] = {"seed": NO_DRAWS}
+
     budget: Size | int | str = option(
         1024, "tokens that a query head reads in a layer, sinks included: a number, or a share of the prompt (25%)"
     )
     sinks: int = option(16, "first tokens, always read")
     skip_layers: int = option(2, "first layers that read everything")
-    seed: int = option(0, "seed of random draws, where a method makes any; added to the seed of the cache")
-    offload: str = option("none", "host keeps keys and values in host memory; the answers are the same", OFFLOADS)
+    offload: str = option("none", "host: keys and values are in host memory; the answers are the same", OFFLOADS)
     keep_steps: int = option(
-        1, "with offload=host: tokens that the last so many steps read are still on the device; 0: every read is a copy"
+        1, "with offload=host: tokens read by this many last steps stay on the GPU; 0: every read is a copy"
     )
 
     def __post_init__(self) -> None:
@@ -57,13 +60,10 @@ class RecallingMethod(Method, ABC):
         budget = Size.parse(self.budget, f"{self.name}: budget")
         self._set("budget", budget)
         self._require_whole("sinks", "skip_layers", "keep_steps", least=0)
-        self._require("seed", isinstance(self.seed, int), "a whole number")
-        if self.stored_bits.auto and self.offload != "none":
-            raise ValueError(
-                f"{self.name}: bits=auto is refused with offload={self.offload}; use bits=4 or offload=none"
-            )
+        if self.offload != "none" and (reason := self.capabilities.offload.reason) is not None:
+            raise ValueError(f"{self.name}: offload={self.offload} is refused, {reason} or offload=none")
         if budget.tokens is not None and budget.tokens <= self.sinks:
-            raise ValueError(f"{self.name}: budget={budget} leaves nothing beside {self.sinks} sinks; use more")
+            raise ValueError(f"{self.name}: budget={budget} leaves nothing in addition to {self.sinks} sinks; use more")
 
     # what a method adds: its index, and how much of the store a query head reads
 
@@ -77,8 +77,15 @@ class RecallingMethod(Method, ABC):
         """Tokens that one list names; there is a list for each query head, or one for each KV head."""
 
     @property
-    def can_offload(self) -> bool:
-        return self.offload == "none"
+    def declared(self) -> Capabilities:
+        return replace(
+            super().declared,
+            cache_positions=no("it finds tokens by their places in the text"),
+            shared_budget=no("every query head reads `budget` tokens, and all of them stay"),
+            offload=SUPPORTED,
+            memory=SUPPORTED,
+            vllm=no("vLLM's blocks are read whole, and it reads chosen tokens"),
+        )
 
     def lists(self, group: int) -> int:
         """How many lists of tokens the `group` query heads of one KV head read."""
@@ -107,7 +114,7 @@ class RecallingMethod(Method, ABC):
 
     def selects(self, table: SlotTable) -> bool:
         """Whether queries of this layer read a part of its tokens, once there are more than the budget."""
-        return table.layer_idx >= self.skip_layers
+        return table.context.layer_idx >= self.skip_layers
 
     def reads_on(self, table: SlotTable) -> bool:
         """Whether more of the prompt follows this chunk. Indexes are built at its end: chunks cut a padded row at
@@ -122,18 +129,18 @@ class RecallingMethod(Method, ABC):
         state.unfinished = 0
         # The first layer checks that host memory has room for all layers.
         if (table.seen == 0 or self.selects(table)) and table.seen + keys.shape[2] > self.budget_tokens(table):
-            skipped = max(0, self.skip_layers - table.layer_idx)
-            offloaded.require_room(table, keys, values, table.compressed_layers - table.rank - skipped)
+            skipped = max(0, self.skip_layers - table.context.layer_idx)
+            offloaded.require_room(table, keys, values, table.context.compressed_layers - table.context.rank - skipped)
         if offloaded.is_offloaded(table):
-            offloaded.restore(table.bounded, keys.shape[2])
+            offloaded.restore(table, keys.shape[2])
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if offloaded.is_offloaded(table):
             assert table.host is not None
-            table.advance()
+            in_place.advance(table)
             self.index(table)
             if table.seen - table.host.length >= self.tail_tokens:
-                offloaded.store_tail(table.bounded)
+                offloaded.store_tail(table)
             return
         Full().compress(table, queries)
         if not self.selects(table):
@@ -141,9 +148,9 @@ class RecallingMethod(Method, ABC):
         if table.new_tokens > 1:
             self._note_row_budgets(table)
         self.index(table)
-        if self.offload == "none" or (table.bits and table.seen < codes.LEAST):
+        if self.offload == "none" or (table.context.bits and table.seen < codes.LEAST):
             return
-        if table.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):
+        if table.context.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):
             # The index has read exact keys; codes are what moves.
             self.bound(table, table.seen)
         if self.reads_on(table) and table.seen > self.budget_tokens(table):
@@ -212,7 +219,7 @@ class RecallingMethod(Method, ABC):
             return None
         rows = self.slots_of(table, chosen)
         return ops.indexed_attention(
-            query, *table.stores(), rows, table.scale, softcap=softcap, sink_logits=sink_logits
+            query, *table.stores(), rows, table.forward.scale, softcap=softcap, sink_logits=sink_logits
         )
 
     def slots_of(self, table: SlotTable, rows: Tensor) -> Tensor:  # [B, L, M] int32
@@ -221,10 +228,10 @@ class RecallingMethod(Method, ABC):
             return rows
         if not self.keep_steps:
             table.hot.clear()
-        return offloaded.look_up(table.bounded, rows)
+        return offloaded.look_up(table, rows)
 
     def newest_key(self, table: SlotTable) -> Tensor:  # [B, H, 1, D]
         """The key of the token just appended, where a captured step finds it."""
         if table.exact:
             return table.key_slots()[:, :, -1:]
-        return table.equal_slots()[0].at(table.bounded.newest_slot())
+        return table.equal_slots()[0].at(in_place.newest_slot(table))

@@ -25,6 +25,7 @@ from kvsketch.methods.budget import Tokens
 from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import Waiting, newest, newest_slots, own_sinks
 from kvsketch.ops.rotate_keys import whole_turns
+from kvsketch.slots import packing
 from kvsketch.slots.table import SlotTable
 
 GAP = 24  # positions between the text and its virtual repetition
@@ -59,13 +60,13 @@ class Replay:
         themselves stands in front.
         """
         state, waiting = table.state_of(Waiting), table.seen - table.settled
-        table.unpack()
+        packing.unpack(table)
         slots = newest_slots(table, waiting)[:, :, state.scored : state.scored + tokens]
         keys = table.tokens_at(slots)[0]
         first = sink_keys(table, self.sinks) if table.settled + state.scored >= self.sinks else keys[:, :, :0]
         begun, q = copies.shape[2] - tokens, queries[:, :, -tokens:].to(keys.dtype)
         sinks = torch.cat([first, copies[:, :, :begun]], 2)
-        scores = ops.replay_scores(q, q, keys, sinks, table.scale, copies=copies[:, :, begun:])
+        scores = ops.replay_scores(q, q, keys, sinks, table.forward.scale, copies=copies[:, :, begun:])
         state.note(table, slots, scores, [tokens], sampled(q, keys.shape[1], 1, None, self.samples))
 
     def features(self, table: SlotTable) -> Tensor:  # [B, H, n, F]
@@ -76,65 +77,76 @@ class Replay:
         hidden = None if table.padding is None else (table.padding - (table.seen - state.scored)).clamp_min(0)
         return replay_map.features(state.score.gather(2, slots), *newest(table, slots), hidden)
 
-    def virtual(self, table: SlotTable, queries: Tensor, lengths: Sequence[int] | None = None, behind: int = 0) -> None:
+    def virtual(
+        self,
+        table: SlotTable,
+        queries: Tensor,
+        lengths: Sequence[int] | None = None,
+        behind: int = 0,
+        whole: int | None = None,
+    ) -> None:
         """Scores the newest tokens but for the last `behind`, those of the queries [B, Hq, n, D].
 
-        lengths: of the chunks; unless given these are equal.
+        lengths: of the chunks; unless given these are equal. whole: tokens of a text that is read in part, once it is
+        complete; the repetition stands behind them.
         """
-        table.unpack()
+        packing.unpack(table)
         new = queries.shape[2]
         slots = newest_slots(table, new, behind)  # [B, H, n]
         keys = newest(table, slots, behind)[0]
         queries, pads = queries.to(keys.dtype), table.padding
         # Queries that waited are not those of all heads.
-        if whole := self.learned is not None and table.appended == new > 1:
+        if learns := self.learned is not None and table.forward.appended == new > 1:
             queries = self._as_repeated(table, queries)
         first, sinks = first_keys(table, self.sinks), own_sinks(table, self.sinks)
-        angles = whole_turns(tuple(table.rotary), queries.device)
+        angles = whole_turns(tuple(table.context.rotary), queries.device)
         lengths, done = list(lengths or equal_chunks(new, self.chunk)), 0
         most = MAX_ROTATED.get(keys.device.type, 1) // queries[:, :, : max(lengths)].numel()
         scores, again = [], []
-        known = self._known_sums(table, queries) if len(lengths) == 1 and not (behind or whole) else None
+        known = self._known_sums(table, queries) if len(lengths) == 1 and not (behind or learns) else None
         for length, count in runs(lengths, max(1, most)):
             begin, end = table.seen - behind - new + done, done + count * length
             q, k = queries[:, :, done:end], keys[:, :, done:end]
             begins = (begin + length * torch.arange(count, device=k.device)).expand(len(k), -1)  # [B, P]
             asked_from = begins if pads is None else torch.maximum(begins, pads.view(-1, 1))
-            repeated = ops.rotate_queries(q, GAP + table.seen - asked_from, angles)
+            repeated = ops.rotate_queries(q, GAP + (table.seen if whole is None else whole) - asked_from, angles)
             hidden = None if pads is None else (pads - begin).clamp_min(0)
             bare: Tokens = sum(b < sinks for b in range(begin, begin + count * length, length))
             if pads is not None:
                 bare = (begins < pads.view(-1, 1) + sinks).sum(1)
             scores.append(
                 ops.replay_scores(
-                    repeated, q, k, first, table.scale, chunks=count, bare=bare, hidden=hidden, known=known
+                    repeated, q, k, first, table.forward.scale, chunks=count, bare=bare, hidden=hidden, known=known
                 )
             )
             again.append(sampled(repeated, k.shape[1], count, hidden, self.samples))
             done = end
         result, asked = (part[0] if len(part) == 1 else torch.cat(part, 2) for part in (scores, again))
         table.state_of(Waiting).note(table, slots, result, lengths, asked)
-        if whole:
+        if learns:
             self._learned_scores(table, slots)
 
     def _known_sums(self, table: SlotTable, queries: Tensor) -> Tensor | None:  # [B, Hq, n]
         """What the queries have seen in the first reading, if these tokens alone were there."""
-        sums, new = table.row_lse, queries.shape[2]
+        sums, new = table.forward.row_lse, queries.shape[2]
         is_alone = table.seen == new and table.document is None and table.padding is None
         return sums[:, :, :new] if is_alone and sums is not None and sums.shape[2] >= new else None
 
     def _as_repeated(self, table: SlotTable, queries: Tensor) -> Tensor:
         """Queries [B, Hq, n, D] as the model would have them if it repeated the newest tokens, at the first places."""
         assert self.learned is not None
-        angles = whole_turns(tuple(table.rotary), queries.device)
+        angles = whole_turns(tuple(table.context.rotary), queries.device)
         places = positions_of(table, queries.shape[2])
         plain = ops.rotate_queries(queries, -places, angles)
-        return ops.rotate_queries(self.learned.queries_of(table.layer_idx, plain), places, angles)
+        return ops.rotate_queries(self.learned.queries_of(table.context.layer_idx, plain), places, angles)
 
     def _learned_scores(self, table: SlotTable, slots: Tensor) -> None:
         assert self.learned is not None
         state = table.state_of(Waiting)
-        if state.score is not None and (weights := self.learned.scores_of(table.layer_idx, slots.device)) is not None:
+        if (
+            state.score is not None
+            and (weights := self.learned.scores_of(table.context.layer_idx, slots.device)) is not None
+        ):
             state.score.scatter_(2, slots, replay_map.predicted(self.features(table), weights))
 
 
@@ -197,4 +209,4 @@ def sampled(again: Tensor, heads: int, chunks: int, hidden: Tensor | None, count
     token, member = (begins.unsqueeze(-1) + at // group).unsqueeze(1), (at % group).unsqueeze(1)
     head = torch.arange(batch * heads, device=again.device).view(batch, heads, 1, 1)
     rows = (head * group + member) * tokens + token  # [B, H, P, count]
-    return ops.take_rows(again.reshape(-1, size), rows.flatten()).view(*rows.shape, size)
+    return again.reshape(-1, size).index_select(0, rows.flatten()).view(*rows.shape, size)

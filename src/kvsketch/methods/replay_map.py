@@ -90,12 +90,20 @@ def predicted(x: Tensor, weights: Tensor) -> Tensor:  # [..., n]
     return (logs.exp() - FLOOR).clamp(0, 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class ReplayMap:
-    """The maps of all layers of a model; copies of a cache share them."""
+    """The maps of all layers of a model; copies of a cache share them. Equal maps hold equal numbers."""
 
     queries: dict[int, Tensor]  # [Hq, 2 D + 2, D] of each layer: W, and the center of the queries
     scores: dict[int, Tensor]  # [H, F + 1, 1]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, ReplayMap):
+            return NotImplemented
+        return self is other or all(map(_are_equal, (self.queries, self.scores), (other.queries, other.scores)))
+
+    def __hash__(self) -> int:
+        return hash((*self.queries, *self.scores))
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ReplayMap:
         return self
@@ -114,6 +122,11 @@ class ReplayMap:
             return None
         self.scores[layer] = self.scores[layer].to(device)
         return self.scores[layer]
+
+
+def _are_equal(one: dict[int, Tensor], other: dict[int, Tensor]) -> bool:
+    """Whether maps of layers hold the same numbers, wherever they lie."""
+    return one.keys() == other.keys() and all(torch.equal(x.cpu(), other[layer].cpu()) for layer, x in one.items())
 
 
 def following(q: Tensor) -> Tensor:

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from torch import Tensor
 
 from kvsketch.methods.budget import Budget, Size, Tokens, clamp
-from kvsketch.methods.parameters import option
-from kvsketch.methods.received import REDUCTIONS, AttentionScored, Votes
+from kvsketch.methods.capabilities import Capabilities
+from kvsketch.methods.parameters import Removed, option
+from kvsketch.methods.received import AttentionScored, Votes
 from kvsketch.slots.table import SlotTable
-
-POOLS = ("avg", "max")
 
 
 @dataclass(frozen=True)
 class SnapKV(AttentionScored):
     """Keeps the tokens that the last queries of the prompt attend to most, with their neighbours, and the last tokens.
 
-        score(j) = pool_k over positions of  sum over the last `window` queries i of  softmax_j(scale * <q_i, k_j>)
+        score(j) = mean over k positions of  sum over the last `window` queries i of  softmax_j(scale * <q_i, k_j>)
 
-    with the causal mask inside the window, the query heads of a KV head reduced to one number (`gqa_reduce`) before the
-    pooling, and no vote from or for left padding. The last `window` tokens (at most half of the budget) always stay and
-    are not pooled; the best scores fill the rest. `kernel=1` turns the pooling off.
+    with the causal mask inside the window, the query heads of a KV head added up before the pooling, and no vote from
+    or for left padding. The last `window` tokens (at most half of the budget) always stay and are not pooled; the best
+    scores fill the rest. `kernel=1` turns the pooling off.
 
     While decoding the votes fade: n new tokens make it  score <- max(0, 1 - n / window) * score + their votes, so
     that a prompt of at least `window` tokens counts alone, as in the paper, and each generated query replaces
@@ -41,11 +41,12 @@ class SnapKV(AttentionScored):
     look: ClassVar[tuple[str, ...]] = ("#2f4fd0", "^")
     sinks: int = 0
     recent: Size | int | str = field(default=0, init=False, repr=False)
-    window: int = option(32, "queries that vote, and last tokens that always stay (at most half of the budget)")
+    window: int = option(32, "last queries that score, and last tokens that always stay (at most half of the budget)")
     kernel: int = option(5, "neighbouring positions pooled, an odd number; 1 turns pooling off")
-    pool: str = option("avg", "how the votes of neighbours are pooled", POOLS)
-    gqa_reduce: str = option("sum", "how the votes of the query heads of one KV head become one", REDUCTIONS)
 
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **AttentionScored.removed, "pool": Removed("avg", "neighbours have the mean of their votes"),
+    }  # fmt: skip
     looks_at_question: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
@@ -53,6 +54,10 @@ class SnapKV(AttentionScored):
         self._require_whole("kernel", unit="positions")
         self._require("kernel", self.kernel % 2 == 1, "an odd number of positions, 1 (no pooling) or more")
         super().__post_init__()
+
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, vllm=self.in_equal_pages)
 
     @property
     def last_queries(self) -> int:
@@ -64,4 +69,4 @@ class SnapKV(AttentionScored):
 
     def observe(self, table: SlotTable, queries: Tensor) -> None:
         recent = self.row_budget(table).recent if table.new_tokens > 1 else 0
-        Votes(self.window, self.kernel, self.pool, self.gqa_reduce).add(table, queries, recent)
+        Votes(self.window, self.kernel).add(table, queries, recent)

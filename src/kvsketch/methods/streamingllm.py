@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from kvsketch.methods.budget import Size
+from kvsketch.methods.capabilities import Capabilities
 from kvsketch.methods.keep import EvictingMethod
 
 
@@ -27,3 +28,7 @@ class StreamingLLM(EvictingMethod):
     ignores_hidden_tokens: ClassVar[bool] = True
     last_queries: ClassVar[int] = 0
     recent: Size | int | str = field(default=0, init=False, repr=False)
+
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, vllm=self.in_equal_pages)

@@ -7,7 +7,6 @@ package.module:KeyNorm:budget=1024  any class that can be imported
 
 from __future__ import annotations
 
-import dataclasses
 import difflib
 import importlib
 import re
@@ -33,15 +32,18 @@ def parse(text: str, methods: Mapping[str, type[Method]], importing: bool = True
         name = f"{name}:{settings.pop(0)}"
     method = find(name, methods, importing)
     hints = get_type_hints(method)
-    valid = [f.name for f in dataclasses.fields(method) if f.init]
+    valid = parameters_of(method)
     values: dict[str, Any] = {}
     for setting in settings:
         key, equals, value = setting.partition("=")
         if not equals:
             raise ValueError(f"{name}: {setting!r} is not of the form key=value; parameters: {_list(valid)}")
-        if key not in valid and key in method.lacks:
-            having = [other for other, each in methods.items() if key in each.__dataclass_fields__]
-            raise ValueError(f"{name}: {setting} is refused, {method.lacks[key]}; methods with {key}: {_list(having)}")
+        if key not in valid and key in method.removed and value.strip() == method.removed[key].value:
+            continue
+        if key not in valid and (reason := _reason(key, method)) is not None:
+            having = [other for other, each in methods.items() if key in parameters_of(each)]
+            others = f"; methods with {key}: {_list(having)}" if having else ""
+            raise ValueError(f"{name}: {setting} is refused, {reason}{others}")
         if key not in valid:
             raise ValueError(f"{name}: unknown parameter {key!r}{_guess(key, valid)}; parameters: {_list(valid)}")
         if key in values:
@@ -52,6 +54,19 @@ def parse(text: str, methods: Mapping[str, type[Method]], importing: bool = True
             meaning = next((each.meaning for each in method.options() if each.name == key), "")
             raise ValueError(f"{error}{meaning and f' ({meaning})'}") from None
     return method(**values)
+
+
+def parameters_of(method: type[Method]) -> list[str]:
+    """The names of the parameters that a text may set."""
+    return [each.name for each in method.options()]
+
+
+def _reason(key: str, method: type[Method]) -> str | None:
+    """Why a method has no such parameter, where there is more to say than that."""
+    reason = method().capabilities.of_option(key).reason
+    if reason is None and key in method.removed:
+        reason = f"it always means {method.removed[key].value}: {method.removed[key].why}"
+    return reason
 
 
 def find(name: str, methods: Mapping[str, type[Method]], importing: bool = True) -> type[Method]:

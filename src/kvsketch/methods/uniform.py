@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -11,8 +11,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Tokens
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities
 from kvsketch.methods.keep import bound_to_budget, evict
-from kvsketch.methods.parameters import option
+from kvsketch.methods.parameters import SEED, option
+from kvsketch.slots import in_place
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import ANY, Range, TableState, per_row
 from kvsketch.slots.table import SlotTable
@@ -34,7 +36,7 @@ class Strata(TableState):
 
 @dataclass(frozen=True)
 class Uniform(BudgetedMethod):
-    """Keeps a uniform random sample of the middle tokens, weighted to stand for those that were not drawn.
+    """Keeps a uniform random sample of the middle tokens, weighted to represent the others.
 
     Sinks and recent window are exact. Of the n middle tokens the m with the largest uniform priority u(seed, layer,
     head, position) stay; each weighs log(n / m) in both sums, so both are unbiased. Dropping the smallest priority one
@@ -55,10 +57,13 @@ class Uniform(BudgetedMethod):
     random: ClassVar[bool] = True
     ignores_hidden_tokens: ClassVar[bool] = True
     State: ClassVar[type[Strata]] = Strata
-    no_latents: ClassVar[str] = ""
     last_queries: ClassVar[int] = 0
-    alone: ClassVar[str] = ""
+    seed: int = option(0, SEED)
     weights: bool = option(True, "false reads the sample with weight 1")
+
+    @property
+    def declared(self) -> Capabilities:
+        return replace(super().declared, batched=SUPPORTED, latent=SUPPORTED, vllm=self.in_equal_pages)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         bound_to_budget(table, self)
@@ -75,9 +80,9 @@ class Uniform(BudgetedMethod):
             return
         if not table.in_place:
             self._note_strata(table)
-        heads = table.first_head + torch.arange(table.shape[1], device=table.device).view(1, -1, 1)
-        priorities = ops.uniform(self.seed + table.seed, table.layer_idx, heads, table.position_slots())
-        evict(table, priorities, self, budget)
+        heads = table.context.first_head + torch.arange(table.shape[1], device=table.device).view(1, -1, 1)
+        priorities = ops.uniform(self.seed + table.context.seed, table.context.layer_idx, heads, table.position_slots())
+        evict(table, priorities, self)
         if self.weights:
             self._reweigh(table, self.row_budget(table).recent)
 
@@ -111,7 +116,7 @@ class Uniform(BudgetedMethod):
         else:
             weight = stratified(position, middle, strata, end)
         weight = torch.where(middle, weight, 0.0).masked_fill(position < 0, float("-inf"))
-        table.bounded.weigh(weight)
+        in_place.weigh(table, weight)
 
 
 def stratified(position: Tensor, middle: Tensor, strata: Tensor, end: Tensor) -> Tensor:  # [B, H, S]

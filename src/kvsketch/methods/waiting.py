@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 from abc import abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 import torch
@@ -23,17 +23,20 @@ from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.bits import settle_bits
 from kvsketch.methods.budget import Size, Tokens, row_prompts
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.divide import MODEL, SHARES, winners
 from kvsketch.methods.keep import layouts
 from kvsketch.methods.parameters import option
 from kvsketch.ops.keep_queries import row_bytes
+from kvsketch.slots import coding, in_place, packing, rollback
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import LEAST
+from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
 from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
-from kvsketch.slots.table import SlotTable, require_finite
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetching, gather_slots, uploaded
 
 ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
@@ -126,13 +129,13 @@ class Queue:
     @property
     def due(self) -> bool:
         """Whether the tokens that wait are decided after this forward: a first prompt is, if long enough for codes."""
-        table, least = self.table, LEAST if self.table.bits else 2
+        table, least = self.table, LEAST if self.table.context.bits else 2
         if table.settled_at is not None:
             return False  # rows that come and go: `WaitingMethod.catch_up`
         if self.count >= self.method.most_waiting:
             return True
         first = table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
-        return first and not self.method.told and table.appended > 1 and self.count >= least
+        return first and not self.method.told and table.forward.appended > 1 and self.count >= least
 
     # tokens that the model repeats (`cache.repetition`)
 
@@ -146,11 +149,11 @@ class Queue:
 
         Tokens that came one by one are not repeated: nobody has their ids any more.
         """
-        whole = self.table.appended == self.count or not self.table.rotary
-        if not (self.due and self.table.appended > 1 and whole):
+        whole = self.table.forward.appended == self.count or not self.table.context.rotary
+        if not (self.due and self.table.forward.appended > 1 and whole):
             return False
         self.state.owed = self.count
-        self.table.stay_open()
+        packing.stay_open(self.table)
         return True
 
     def repeat_at_most(self, tokens: int) -> None:
@@ -163,7 +166,7 @@ class Queue:
             state.score = torch.zeros(table.shape, device=table.device)
         state.score.scatter_(2, newest_slots(table, state.owed)[:, :, :earlier], 1.0)
         state.owed, state.queries = tokens, None
-        table.note(settled=table.seen - tokens)
+        table.count(settled=table.seen - tokens)
 
     def start_repetition(self) -> None:
         """The model begins to repeat them."""
@@ -178,8 +181,8 @@ class Queue:
             # A token of each row, in place.
             assert held is not None
             ops.keep_queries(held, queries, table.seen_on_device() - (1 + table.settled_at), table.shape[1])
-            table.advance()
-        elif table.appended == 1:
+            in_place.advance(table)
+        elif table.forward.appended == 1:
             self._take_one(queries)
         else:
             self._take_several(queries)
@@ -189,10 +192,10 @@ class Queue:
         state, table, count = self.state, self.table, self.count
         self._keep(queries, count - 1 + self.ahead(count - 1))
         if table.in_place:
-            table.advance()
+            in_place.advance(table)
             if state.queries is not None and count == state.room:
                 more = self.ahead(count)
-                table.bounded.widen(more)
+                packing.widen(table, more)
                 state.queries = lengthened(state.queries, count + more)
 
     def _take_several(self, queries: Tensor) -> None:
@@ -225,7 +228,7 @@ class Queue:
     def make_room(self, room: int) -> None:
         """Gives heads their own sizes again, with all that they store and room for `room` tokens."""
         stays = self.table.index_slots() >= 0
-        self.table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(self.table.bits)))
+        self.table.keep(stays, Layout.of(stays.sum(-1) + room + 1, bool(self.table.context.bits)))
 
     # tokens go
 
@@ -247,7 +250,7 @@ class Queue:
         """The queries of the first `count` tokens that wait."""
         held = self.state.queries
         assert held is not None
-        self.table.unpack()
+        packing.unpack(self.table)
         return ops.kept_queries(held[:, :, :count], self.table.key_size, self.table.stores()[0].dtype)
 
 
@@ -257,11 +260,15 @@ class WaitingMethod(BudgetedMethod):
 
     State: ClassVar[type[TableState]] = Waiting
     budget_is_mean: ClassVar[bool] = True
-    alone: ClassVar[str] = ""
     ragged: ClassVar[bool] = True
 
     budget: Size | int | str = "50%"
-    share: str = option(MODEL, "who shares a budget: every head has its own, the heads of a layer, or all", SHARES)
+    share: str = option(MODEL, "who shares a budget: head (nobody), the heads of a layer, or all heads", SHARES)
+
+    @property
+    def declared(self) -> Capabilities:
+        places = no("its scores are those of the distances in the text")
+        return replace(super().declared, batched=SUPPORTED, shared_budget=SUPPORTED, cache_positions=places)
 
     @property
     def told(self) -> bool:
@@ -301,14 +308,14 @@ class WaitingMethod(BudgetedMethod):
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
         if unrepeated := self.queue(table).unrepeated:
             raise ValueError(
-                f"{self.name} has {unrepeated} tokens that the model has not repeated yet; read prompts with "
+                f"{self.name} has {unrepeated} tokens that the model has not replayed yet; read prompts with "
                 "kvsketch.prefill(model, input_ids, cache), or call cache.replay(model, input_ids) after the "
                 "forward, or use rehearse:replay=virtual"
             )
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         queue = self.queue(table)
-        if queue.due and table.rotary:
+        if queue.due and table.context.rotary:
             self.score(table, queue.everything(queries))
         else:
             queue.take(queries)
@@ -321,7 +328,7 @@ class WaitingMethod(BudgetedMethod):
             return []
         for table in tables:
             # A short question is no measure for its answer. A chunk is the most that counts: generation stays bounded.
-            table.note(prompt_tokens=max(table.prompt_tokens, min(table.seen, chunk)))
+            table.count(prompt_tokens=max(table.prompt_tokens, min(table.seen, chunk)))
         keep = winners(tables, [self.worth(t) for t in tables], [self.mean_slots(t) for t in tables], self.share)
         settle_bits(tables, [stays.sum() for stays in keep])
         return keep
@@ -350,15 +357,18 @@ class WaitingMethod(BudgetedMethod):
         if not isinstance(prompts, Tensor):
             # Rows are alike, and the host knows.
             return max(min(table.seen, prompts) * int(total) // prompts, sinks + int(recent))
-        each = torch.minimum(table.real_tokens(), prompts) * total // prompts
-        return torch.maximum(each, torch.zeros_like(each) + sinks + recent)
+        seen = table.real_tokens()
+        each = torch.minimum(seen, prompts) * total // prompts
+        each = torch.maximum(each, torch.zeros_like(each) + sinks + recent)
+        # Beside longer rows a text that is too short to be decided stays whole, as it does alone.
+        return torch.where(seen < LEAST, torch.maximum(each, seen), each) if table.context.bits else each
 
     def keep_chosen(self, tables: Sequence[SlotTable], chosen: Sequence[Tensor]) -> None:
         """Keeps the chosen slots [B, H, S] as they are, with room for those that will wait (asks once)."""
         asked = fetching([stays.sum(-1) for stays in chosen])
         # The device codes while the host waits for the choice alone.
         for table in tables:
-            table.code()
+            coding.code(table)
         for table, stays, layout in zip(tables, chosen, self.layouts(tables, asked()), strict=True):
             settle_slots(table, stays, layout, table.log_weights()[1])
         require_finite(tables)
@@ -384,7 +394,7 @@ class WaitingMethod(BudgetedMethod):
         state.score = None if self.told else torch.zeros(table.shape, device=table.device)
         capacity = torch.full(table.shape[:2], table.length + room + 1)
         every = torch.ones(table.shape, dtype=torch.bool, device=table.device)
-        table.keep(every, Layout.of(capacity, bool(table.bits), table.device))
+        table.keep(every, Layout.of(capacity, bool(table.context.bits), table.device))
 
     def maintenance_due(self, table: SlotTable) -> bool:
         if table.settled_at is not None:
@@ -412,7 +422,7 @@ class WaitingMethod(BudgetedMethod):
 
     def forget(self, table: SlotTable, count: int) -> None:
         state, queue = table.state_of(Waiting), self.queue(table)
-        table.drop_newest(count) if table.layout is None else table.bounded.drop_last(count)
+        rollback.drop_newest(table, count) if table.layout is None else rollback.drop_last(table, count)
         state.owed = min(state.owed, queue.count)
         if not table.exact and table.layout is None and not state.owed:
             # Slots and queries have room for the same tokens.
@@ -437,7 +447,7 @@ class WaitingMethod(BudgetedMethod):
 def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tensor | None) -> None:
     """Keeps slots [B, H, S] with their logarithms of weights; nothing waits any more."""
     table.keep(stays, layout, weights)
-    table.note(settled=table.seen)
+    table.count(settled=table.seen)
     state = table.state_of(Waiting)
     state.again = state.chunks = state.queries = None
 

@@ -9,6 +9,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, fields
 
+from torch import Tensor
+
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT
 from kvsketch.slots.codes import EXACT, FEW, LEAST, MANY, PLAIN, SPARE
 from kvsketch.slots.offloaded import host_capacity
@@ -47,8 +49,8 @@ class LayerShape:
     @property
     def stored(self) -> list[tuple[int, float]]:
         """Size and bits of what is stored of a key, and of a value; the mean over layers where a prompt chooses."""
-        keys, values = self.table.bits.pair
-        mean = FEW * (1 + 2 * SPARE) if self.table.bits.auto else keys
+        keys, values = self.table.context.bits.pair
+        mean = FEW * (1 + 2 * SPARE) if self.table.context.bits.auto else keys
         return list(zip(self.held or (self.size, self.size), (mean, values), strict=True))
 
     @property
@@ -61,7 +63,7 @@ class LayerShape:
     @property
     def beyond_mean(self) -> int:
         """Bytes of a key beyond that mean, at most."""
-        return self.size * (MANY - FEW) // 8 if self.table.bits.auto else 0
+        return self.size * (MANY - FEW) // 8 if self.table.context.bits.auto else 0
 
     def bounded(self, slots: int, beside: int = 0, two_sums: bool = False) -> int:
         """A bounded table of `slots` slots for each head; `beside`: bytes of what a method remembers of a slot."""
@@ -96,6 +98,11 @@ class LayerShape:
 def grown(tokens: int) -> int:
     """Slots of a table that grows, once it stores `tokens`."""
     return tokens + max(64, tokens // 64) + 1
+
+
+def host_tensors(table: SlotTable) -> list[Tensor]:
+    """Every tensor of a table in host memory."""
+    return [] if table.host is None else table.host.parts
 
 
 def token_bytes(table: SlotTable) -> int:

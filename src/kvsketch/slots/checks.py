@@ -6,6 +6,7 @@ kernels use these as addresses without a check.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import fields, replace
 
@@ -13,19 +14,25 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.slot_update import CLOSED
+from kvsketch.slots.codes import AUTO, FEW, MANY
 from kvsketch.slots.offloaded import is_offloaded
+from kvsketch.slots.packing import unpack
+from kvsketch.slots.parts import NUMBERS
 from kvsketch.slots.state import Range, TableState
-from kvsketch.slots.store import slot_parts
-from kvsketch.slots.table import BoundedTable, SlotTable
+from kvsketch.slots.table import SlotTable
 
 
 def require_shapes(table: SlotTable) -> None:
     """Raises ValueError unless the parts of a table agree in shape. `require_ranges` checks the numbers in them."""
     states = (table.state, table.hot)
-    counts = [table.seen, table.length, table.appended, table.new_tokens, table.prompt_tokens]
+    counts = [table.seen, table.length, table.forward.appended, table.new_tokens, table.prompt_tokens, table.settled]
     counts += [count for state in states for count in state.numbers().values()]
     if not all(type(count) is int for count in counts) or min(counts) < 0:
         raise ValueError("a counter of a table is no whole number of 0 or more")
+    if type(table.chosen_bits) is not int or table.chosen_bits not in (AUTO, FEW, MANY):
+        raise ValueError(f"chosen_bits={table.chosen_bits!r} is not one of {AUTO}, {FEW}, {MANY}")
+    if type(table.forward.scale) not in (int, float) or not math.isfinite(table.forward.scale):
+        raise ValueError(f"scale={table.forward.scale!r} is no finite number")
     if table.empty:
         if table.seen:
             raise ValueError("a table counts tokens that it does not hold")
@@ -39,7 +46,7 @@ def require_shapes(table: SlotTable) -> None:
         (table.padding, (batch,), torch.int64),
         (table.capacity, (batch, heads), torch.int64),
     ]
-    if isinstance(table, BoundedTable):
+    if not table.exact:
         parts += [
             (table.index, (batch, heads, table.length), torch.int32),
             (table.log_num, (batch, heads, table.length), torch.float32),
@@ -49,7 +56,8 @@ def require_shapes(table: SlotTable) -> None:
         ]
     sound = all(t is None or (tuple(t.shape) == shape and t.dtype == dtype) for t, shape, dtype in parts)
     sound &= len(table.values.shape) == 4 and table.values.shape[:2] == (batch, heads)
-    sound &= table.length <= slots and table.values.shape[2] <= slots and table.new_tokens <= table.seen
+    sound &= table.length <= slots and table.values.shape[2] <= slots
+    sound &= max(table.new_tokens, table.settled) <= table.seen
     sound &= all(t.shape[:3] == (batch, heads, table.length) for t in table.state.slot_tensors())
     sound &= all(t.shape[:1] == (batch,) for state in states for t in state.tensors())
     if not sound:
@@ -78,10 +86,10 @@ def _equal_heads(table: SlotTable) -> SlotTable:
     capacity = table.layout.capacity
     if capacity.dim() != 2 or capacity.dtype != torch.int64 or int(capacity.min()) < 1:
         raise ValueError("the capacities of heads are no whole numbers of 1 or more")
-    if any(part.shape[:1] != (table.layout.total,) for part in slot_parts(table.bounded).values()):
+    if any(part.shape[:1] != (table.layout.total,) for part in table.parts.named().values()):
         raise ValueError("the flat store of a table does not hold what its heads hold together")
-    equal = replace(table, state=replace(table.state))
-    equal.unpack()
+    equal = table.like(state=replace(table.state))
+    unpack(equal)
     return equal
 
 
@@ -95,7 +103,8 @@ def _whole_numbers(table: SlotTable) -> Iterator[tuple[str, Tensor, Range]]:
         "capacity": Range((batch, heads), 1, length),
     }
     for name, wanted in own.items():
-        if (tensor := getattr(table, name, None)) is not None:
+        tensor = table.parts.get(name) if name in NUMBERS else getattr(table, name)
+        if tensor is not None:
             yield name, tensor, wanted
     for state in (table.state, table.hot):
         yield from _of_state(table, state)
@@ -115,7 +124,7 @@ def _require_tokens_in_slots(table: SlotTable) -> None:
     """Recall methods find a token by its number: in the slot of that number, or in host memory and its tail."""
     slots = table.stores()[1].shape[2]
     held = min(table.length, slots)
-    if table.host is not None and not table.exact and not table.bits and not table.hot.tokens:
+    if table.host is not None and not table.exact and not table.context.bits and not table.hot.tokens:
         raise ValueError("a table has tokens in host memory and no hot set")
     if table.host is not None and is_offloaded(table):
         hot = table.hot

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.codec import Codec, CodedSlots
+from kvsketch.ops.codec.basis import LEARNED_BITS, Bases, Basis, LearnedCodec
 from kvsketch.slots import tensors
 
 PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
@@ -32,10 +32,18 @@ LEAST = 64  # tokens before which nothing is coded: a center needs some
 
 @dataclass(frozen=True)
 class FewBits:
-    """How many bits a key and a value have."""
+    """How many bits a key and a value have, and in which directions."""
 
     keys: int = PLAIN
     values: int = PLAIN
+    bases: Bases | None = None  # learned ones; None: vectors are rotated at random
+
+    def basis(self, what: str, layer: int, first: int, heads: int) -> Basis | None:
+        """That of the `keys` or `values` of the heads of a layer from `first` on; None: they are rotated at random."""
+        if self.bases is None or getattr(self, what) not in LEARNED_BITS:
+            return None
+        own: Basis | None = getattr(self.bases, what).get(layer)
+        return None if own is None else own.heads(first, heads)
 
     def __bool__(self) -> bool:
         return self.keys != PLAIN or self.values != PLAIN
@@ -85,14 +93,15 @@ class PlainSlots:
         """The vectors of the slots [B, H, m]."""
         return tensors.gather_slots(self.read, slots)
 
-    def coded(self, bits: int, padding: Tensor | None, like: Slots | None = None) -> Slots:
+    def coded(self, bits: int, padding: Tensor | None, like: Slots | None = None, basis: Basis | None = None) -> Slots:
         """The slots in `bits` bits. Plain slots store a text in order, behind left `padding` [B].
 
-        like: slots of a text that this one continues, around whose center it is coded.
+        like: slots of a text that this one continues, around whose center it is coded. basis: directions in which
+        vectors are coded; None: they are rotated at random.
         """
         if bits == PLAIN:
             return self
-        return like.around(self.read) if isinstance(like, SlotCodes) else coded(self.read, bits, padding)
+        return like.around(self.read) if isinstance(like, SlotCodes) else coded(self.read, bits, padding, basis)
 
     def tensors(self) -> list[Tensor]:
         """Every tensor that they consist of."""
@@ -148,6 +157,10 @@ class PlainSlots:
         """With the vectors x [B, H, m, D] in the slots `at` [B, H, m], negative: none."""
         return PlainSlots(_scattered(self.read, at, x.to(self.dtype)))
 
+    def write(self, at: Tensor, x: Tensor) -> None:
+        """Writes vectors x [B, H, n, D] to the places `at` [B H n] of a flat store, in place."""
+        self.read.index_copy_(0, at, x.to(self.dtype).flatten(0, 2))
+
     def rows(self, rows: Tensor) -> PlainSlots:
         """The batch rows `rows`."""
         return PlainSlots(self.read.index_select(0, rows.to(self.device)))
@@ -202,7 +215,9 @@ class SlotCodes(CodedSlots):
         fresh = tensors.gather_slots(self.fresh, (slots - first).clamp(0, new - 1))
         return torch.where(is_fresh.unsqueeze(-1), fresh, decoded)
 
-    def coded(self, bits: int = 0, padding: Tensor | None = None, like: Slots | None = None) -> SlotCodes:
+    def coded(
+        self, bits: int = 0, padding: Tensor | None = None, like: Slots | None = None, basis: Basis | None = None
+    ) -> SlotCodes:
         if self.fresh is None:
             return self
         new = codecs.encode(self.fresh, self.center, self.codec)
@@ -271,7 +286,7 @@ class SlotCodes(CodedSlots):
         if bits == self.codec.bits:
             return self
         codec, steps = replace(self.codec, bits=bits), self.steps.float().unsqueeze(-1)
-        rotated = (codecs.levels_of(self.codes, self.codec) - self.codec.half_range) * steps
+        rotated = self.codec.numbers(self.codes) * steps
         vectors = (rotated @ self.codec.rotation(self.device)).view(1, 1, -1, codec.size)
         new = codecs.encode(vectors, vectors.new_zeros(1, 1, codec.size), codec)
         codes = new.codes.view(*self.codes.shape[:-1], codec.code_bytes)
@@ -295,6 +310,11 @@ class SlotCodes(CodedSlots):
         codes, steps = _scattered(self.codes, at, new.codes), _scattered(self.steps, at, new.steps)
         return replace(self, codes=codes, steps=steps, fresh=fresh)
 
+    def write(self, at: Tensor, x: Tensor) -> None:
+        new = codecs.encode(x, self.center, self.codec)
+        self.codes.index_copy_(0, at, new.codes.flatten(0, 2))
+        self.steps.index_copy_(0, at, new.steps.flatten())
+
     def rows(self, rows: Tensor) -> SlotCodes:
         rows = rows.to(self.device)
         return self.with_parts({name: part.index_select(0, rows) for name, part in self.parts().items()})
@@ -316,8 +336,8 @@ class SlotCodes(CodedSlots):
                 return f"{name} is {part.dtype} {list(part.shape)} in place of {dtype} {list(shape)}"
         if self.fresh is not None and (self.fresh.dim() != 4 or self.fresh.shape[:2] != rows):
             return f"fresh is {list(self.fresh.shape)} beside {list(rows)} rows and heads"
-        if not 0 <= self.tail <= slots[-1]:
-            return f"tail={self.tail} beside {slots[-1]} slots"
+        if type(self.tail) is not int or not 0 <= self.tail <= slots[-1]:
+            return f"tail={self.tail!r} beside {slots[-1]} slots"
         if len(slots) not in (1, 3) or (len(slots) == 3 and slots[:2] != rows):
             return f"steps of the shape {list(slots)} beside {list(rows)} rows and heads"
         if count and not -1 <= int(self.exact_at.min()) <= int(self.exact_at.max()) < slots[-1]:
@@ -339,6 +359,22 @@ def _scattered(slots: Tensor, at: Tensor, new: Tensor) -> Tensor:
     return tensors.filled(slots, 1).scatter(2, place, new)[:, :, :-1]
 
 
+def other_directions(slots: Slots, others: Slots) -> bool:
+    """Whether codes of one mean other vectors than those of the other, for they were coded in other directions."""
+    if not isinstance(slots, SlotCodes) or not isinstance(others, SlotCodes):
+        return False
+    own, its = slots.codec, others.codec
+    if isinstance(own, LearnedCodec) and isinstance(its, LearnedCodec):
+        return not own.basis.same(its.basis)
+    return own.learned != its.learned
+
+
+def of_layers(layers: Sequence[Slots]) -> LearnedCodec | None:
+    """The codec of slots whose batch rows are layers, each with the directions of its own; None: they have none."""
+    own = [each.codec for each in layers if isinstance(each, SlotCodes) and isinstance(each.codec, LearnedCodec)]
+    return own[0].of_layers(own) if own else None
+
+
 def row_parts(slots: Slots) -> list[Tensor]:
     """What a slot consists of, as tensors [B, H, S, n]: the vector, or codes and step."""
     return [part if part.dim() == 4 else part.unsqueeze(-1) for part in slots.slot_parts().values()]
@@ -356,13 +392,14 @@ def arrange(slots: Slots, start: int, source: Tensor) -> None:
     for part in row_parts(slots):
         batch, heads, count, size = part.shape
         head = torch.arange(batch * heads, device=part.device).view(batch, heads, 1)
-        rows = ops.take_rows(part.reshape(-1, size), (head * count + source).flatten())
+        rows = part.reshape(-1, size).index_select(0, (head * count + source).flatten())
         part[:, :, start : start + source.shape[2]] = rows.view(*source.shape, size)
 
 
-def coded(vectors: Tensor, bits: int, padding: Tensor | None) -> SlotCodes:
+def coded(vectors: Tensor, bits: int, padding: Tensor | None, basis: Basis | None = None) -> SlotCodes:
     """A text in order, [B, H, S, D] behind left `padding` [B], in `bits` bits."""
-    codec, center = Codec(bits, vectors.shape[-1]), center_of(vectors, padding)
+    size, center = vectors.shape[-1], center_of(vectors, padding)
+    codec = Codec(bits, size) if basis is None else LearnedCodec(bits, size, basis=basis)
     slots, at = vectors.shape[2], torch.arange(EXACT, device=vectors.device)
     in_front = padding is None and slots >= EXACT
     if not in_front:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvsketch.slots.rows import RaggedRows, RowNeeds, Stretch
 from kvsketch.slots.store import Parts, Ragged, all_row_parts, head_places
-from kvsketch.slots.table import BoundedTable, Groups, SlotTable
+from kvsketch.slots.table import Groups, SlotTable
 
 TOGETHER = 16  # queries of a KV head for which one program of `weighted_attention` reads codes, at most
 
@@ -46,7 +46,7 @@ class DocumentRows(RaggedRows):
 
     def __init__(
         self,
-        singles: Sequence[BoundedTable],
+        singles: Sequence[SlotTable],
         rows: int,
         slots: int,
         clock: int,
@@ -73,21 +73,21 @@ class DocumentRows(RaggedRows):
 
     # steps
 
-    def first(self, rows: int) -> list[BoundedTable]:
-        return [replace(table, document=self._text(layer, rows)) for layer, table in enumerate(super().first(rows))]
+    def first(self, rows: int) -> list[SlotTable]:
+        return [table.like(document=self._text(layer, rows)) for layer, table in enumerate(super().first(rows))]
 
-    def _text(self, layer: int, rows: int) -> BoundedTable:
+    def _text(self, layer: int, rows: int) -> SlotTable:
         """The documents of the first groups, as tables of a layer."""
         groups = Groups(self.members[:rows], self.at[:rows])
         return self.groups.first_table(layer, rows, seen=0, settled=0, prompt_tokens=0, previous=None, groups=groups)
 
-    def before_step(self, tables: Sequence[BoundedTable]) -> None:
+    def before_step(self, tables: Sequence[SlotTable]) -> None:
         super().before_step(tables)
         rows = tables[0].shape[0]
         if self.grouped != (self.document_changes, rows):
             self.grouped = self.document_changes, rows
             self._group(rows)
-            self.groups.arrange([table.document.bounded for table in tables if table.document is not None])
+            self.groups.arrange([table.document for table in tables if table.document is not None])
 
     def _group(self, rows: int) -> None:
         """Puts the first rows into groups."""
@@ -116,7 +116,7 @@ class DocumentRows(RaggedRows):
         result = self.laid.get(id(document))
         return result if result is not None and result.owner() is document else None
 
-    def lay(self, document: Any, tables: Sequence[BoundedTable], text: SlotTable) -> LaidDocument:
+    def lay(self, document: Any, tables: Sequence[SlotTable], text: SlotTable) -> LaidDocument:
         """Copies the slots of a document into the store."""
         size = sum(table.layout.total for table in tables if table.layout is not None)
         self.laid.pop(id(document), None)
@@ -139,9 +139,9 @@ class DocumentRows(RaggedRows):
 
     # rows
 
-    def take(self, row: int, seen: int) -> list[BoundedTable]:
+    def take(self, row: int, seen: int) -> list[SlotTable]:
         taken, laid = super().take(row, seen), self.read_by.get(row)
-        return taken if laid is None else [replace(table, document=laid.text) for table in taken]
+        return taken if laid is None else [table.like(document=laid.text) for table in taken]
 
     def move(self, source: int, row: int) -> None:
         laid = self.read_by.get(source)

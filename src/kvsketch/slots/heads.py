@@ -9,7 +9,7 @@ independent of the number of processes: random draws use the number of the head 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch.distributed
@@ -33,12 +33,14 @@ class HeadShare:
 
     def place(self, table: SlotTable, heads: int) -> None:
         """Tells a table which heads of the model its `heads` KV heads are."""
-        table.first_head, table.head_group = self.number * heads, self.group
+        first = self.number * heads
+        if (table.context.first_head, table.context.head_group) != (first, self.group):
+            table.context = replace(table.context, first_head=first, head_group=self.group)
 
 
 def own_heads(table: SlotTable) -> slice:
     """Which heads of the layer this process holds."""
-    return slice(table.first_head, table.first_head + table.shape[1])
+    return slice(table.context.first_head, table.context.first_head + table.shape[1])
 
 
 def head_share(model: Any) -> HeadShare | None:
@@ -108,9 +110,9 @@ def require_one_device(model: Any) -> None:
 
 def mean_over_heads(numbers: Tensor, table: SlotTable) -> Tensor:  # [B]
     """The mean of numbers [B, heads of this process] over all heads of the layer, wherever they are."""
-    if not table.head_group:
+    if not table.context.head_group:
         return numbers.mean(-1)
-    group = _groups[table.head_group]
+    group = _groups[table.context.head_group]
     total = numbers.sum(-1)
     torch.distributed.all_reduce(total, group=group)
     return total / (numbers.shape[-1] * group.size())
@@ -119,8 +121,8 @@ def mean_over_heads(numbers: Tensor, table: SlotTable) -> Tensor:  # [B]
 def least_over_heads(numbers: Tensor, table: SlotTable) -> Tensor:  # [B]
     """The least of integers [B, heads of this process] over all heads of the layer, wherever they are."""
     least = numbers.amin(-1)
-    if table.head_group:
-        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=_groups[table.head_group])
+    if table.context.head_group:
+        torch.distributed.all_reduce(least, torch.distributed.ReduceOp.MIN, group=_groups[table.context.head_group])
     return least
 
 
@@ -128,9 +130,9 @@ def of_all_heads(numbers: Tensor, table: SlotTable, fill: float = 0) -> Tensor:
     """Numbers [B, heads of this process, ...] of all heads of the layer, in their order; `fill` where the last
     dimension is longer elsewhere.
     """
-    if not table.head_group:
+    if not table.context.head_group:
         return numbers
-    group = _groups[table.head_group]
+    group = _groups[table.context.head_group]
     longest = torch.tensor(numbers.shape[-1], device=numbers.device)
     if numbers.dim() > 2:
         torch.distributed.all_reduce(longest, torch.distributed.ReduceOp.MAX, group=group)

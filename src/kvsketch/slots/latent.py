@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.slots.codes import SlotCodes
-from kvsketch.slots.table import BoundedTable, ExactTable, SlotTable, StoredSlots
+from kvsketch.slots.table import SlotTable, StoredSlots, stored_vectors
 
 
 class LatentTable(SlotTable):
@@ -26,16 +26,12 @@ class LatentTable(SlotTable):
 
     can_be_document = False
 
-    def stored_slots(self) -> tuple[Tensor, Tensor]:
-        """The latents [B, 1, S, R] and the rotary keys [B, 1, S, E]."""
-        return super().key_slots(), super().value_slots()
-
     @property
     def key_size(self) -> int:
         return sum(slots.shape[3] for slots in self.stores())
 
     def key_slots(self) -> Tensor:  # [B, 1, S, E + R]
-        latents, rotary = self.stored_slots()
+        latents, rotary = stored_vectors(self)
         return torch.cat([rotary, latents], -1)
 
     def value_slots(self) -> Tensor:  # [B, 1, S, R]
@@ -45,46 +41,38 @@ class LatentTable(SlotTable):
         latents, rotary = super().tokens_at(slots)
         return torch.cat([rotary, latents], -1), latents
 
-    @property
-    def reads_codes(self) -> bool:
-        """Whether attention reads codes as they are: for `rotated` queries and sums that are `rotated_back`."""
-        return self.in_place and bool(self.bits) and not self.positions.rotated_by
-
     def read(self) -> StoredSlots:
-        if self.reads_codes:
-            self._note_reach()
-            latents, rotary = self._coded()
+        if reads_codes(self):
+            self.note_reach()
+            latents, rotary = _coded(self)
             keys = torch.cat([rotary.rotated(), latents.rotated()], -1)
         else:
             keys = self.read_keys()
         return StoredSlots(keys, keys[..., self.stores()[1].shape[3] :], *self.log_weights())
 
-    def rotated(self, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
-        """Queries [B, Hq, n, E + R] in the channels of the codes."""
-        latents, rotary = (part.codec.rotation(queries.device) for part in self._coded())
-        both = queries.float().split([len(rotary), len(latents)], -1)
-        return torch.cat([part @ rotation.T for part, rotation in zip(both, (rotary, latents), strict=True)], -1)
-
-    def rotated_back(self, sums: Tensor) -> Tensor:  # [B, Hq, n, R]
-        """Weighted sums of codes, [B, Hq, n, R], as those of latents."""
-        latents = self._coded()[0]
-        return sums @ latents.codec.rotation(sums.device) + latents.center.unsqueeze(2)
-
-    def _coded(self) -> tuple[SlotCodes, SlotCodes]:
-        latents, rotary = self.equal_slots()
-        assert isinstance(latents, SlotCodes) and isinstance(rotary, SlotCodes)
-        return latents, rotary
-
     def append(self, keys: Tensor, values: Tensor, whole: int | None = None) -> None:
         super().append(values, keys[..., : keys.shape[3] - values.shape[3]], whole)
 
 
-class ExactLatents(LatentTable, ExactTable):
-    """Latents of every token so far."""
+def reads_codes(table: SlotTable) -> bool:
+    """Whether attention reads codes as they are: for `rotated` queries and sums that are `rotated_back`."""
+    return table.in_place and bool(table.context.bits) and not table.context.positions.rotated_by
 
 
-class BoundedLatents(LatentTable, BoundedTable):
-    """A fixed number of slots with latents."""
+def rotated(table: SlotTable, queries: Tensor) -> Tensor:  # [B, Hq, n, E + R] float32
+    """Queries [B, Hq, n, E + R] in the channels of the codes."""
+    latents, rotary = (part.codec.rotation(queries.device) for part in _coded(table))
+    both = queries.float().split([len(rotary), len(latents)], -1)
+    return torch.cat([part @ rotation.T for part, rotation in zip(both, (rotary, latents), strict=True)], -1)
 
 
-LatentTable.exact_kind, LatentTable.bounded_kind = ExactLatents, BoundedLatents
+def rotated_back(table: SlotTable, sums: Tensor) -> Tensor:  # [B, Hq, n, R]
+    """Weighted sums of codes, [B, Hq, n, R], as those of latents."""
+    latents = _coded(table)[0]
+    return sums @ latents.codec.rotation(sums.device) + latents.center.unsqueeze(2)
+
+
+def _coded(table: SlotTable) -> tuple[SlotCodes, SlotCodes]:
+    latents, rotary = table.equal_slots()
+    assert isinstance(latents, SlotCodes) and isinstance(rotary, SlotCodes)
+    return latents, rotary

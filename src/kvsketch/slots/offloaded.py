@@ -22,8 +22,9 @@ from kvsketch.ops.hot_rows import Buffer, Store
 from kvsketch.slots import codes
 from kvsketch.slots.codes import SlotCodes, Slots
 from kvsketch.slots.host import HostStore, require_host_memory
+from kvsketch.slots.parts import NEG_INF, VECTORS, SlotParts
 from kvsketch.slots.state import overwritten
-from kvsketch.slots.table import NEG_INF, BoundedTable, SlotTable
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import gather_slots
 
 
@@ -48,7 +49,9 @@ def require_room(table: SlotTable, keys: Tensor, values: Tensor, layers: int) ->
     """Raises MemoryError unless the stores of `layers` layers have room for the table's tokens and these new ones."""
     tokens = table.seen + keys.shape[2]
     if table.host is None or tokens > table.host.capacity:
-        of_token = sum(codes.vector_bytes(t, bits) for t, bits in zip((keys, values), table.bits.pair, strict=True))
+        of_token = sum(
+            codes.vector_bytes(t, bits) for t, bits in zip((keys, values), table.context.bits.pair, strict=True)
+        )
         require_host_memory(layers * keys.shape[0] * keys.shape[1] * of_token * host_capacity(tokens))
 
 
@@ -78,20 +81,20 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
             near = far.new_zeros(batch, heads, length + hot_places, far.shape[3])
             near[:, :, :end] = far.gather(2, source.expand(-1, heads, -1, far.shape[3]))
             parts.append(near)
-        setattr(table, name, codes.of_parts(slots, parts))
-    bounded = table._bounded_by(
+        table.parts[name] = codes.of_parts(slots, parts)
+    table.hold(
         index=torch.where(used, token, -1).int()[:, None].repeat(1, heads, 1),
         log_den=torch.where(used, 0.0, NEG_INF)[:, None].repeat(1, heads, 1),
         log_num=None,
         next_slot=torch.full((batch, heads, 1), end, device=keys.device),
         length=length,
     )
-    _set_tail(bounded, start)
-    bounded.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
-    _place_exact(bounded)
+    _set_tail(table, start)
+    table.hot.attach(batch, heads, store.capacity, hot_places, keys.device)
+    _place_exact(table)
 
 
-def store_tail(table: BoundedTable) -> None:
+def store_tail(table: SlotTable) -> None:
     """Moves the tail to the host; the next token begins a new one."""
     assert table.host is not None
     store, sinks, start = _own_store(table, table.seen), table.hot.sinks, table.host.length
@@ -106,7 +109,7 @@ def store_tail(table: BoundedTable) -> None:
     _place_exact(table)
 
 
-def restore(table: BoundedTable, coming: int) -> None:
+def restore(table: SlotTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again, or holds all
     its tokens in few bits, in order.
     """
@@ -115,25 +118,24 @@ def restore(table: BoundedTable, coming: int) -> None:
     parts = _in_order(table, parts_of(table), seen + (0 if coded else coming))
     keys, values = table.equal_slots()
     count = len(keys.slot_parts())
-    table.keys, table.values = (
-        _coded_in_order(table, keys, parts[:count]),
-        _coded_in_order(table, values, parts[count:]),
-    )
+    ordered = _coded_in_order(table, keys, parts[:count]), _coded_in_order(table, values, parts[count:])
+    table.parts["keys"], table.parts["values"] = ordered
     table.length = seen
     if coded:
         index = torch.arange(seen, device=table.device, dtype=torch.int32).repeat(batch, heads, 1)
         if (order := table.state.slot_order()) is not None:
             index[:, :, : order.shape[2]] = order
         pads = 0 if table.padding is None else table.padding.view(-1, 1, 1)
-        table.index = torch.where(index >= pads, index, -1)
-        table.log_den = torch.where(index >= pads, 0.0, NEG_INF)
+        table.parts["index"] = torch.where(index >= pads, index, -1)
+        table.parts["log_den"] = torch.where(index >= pads, 0.0, NEG_INF)
         table.next_slot.fill_(seen)
     else:
-        table._become(table.exact_kind)
+        table.parts = SlotParts({name: table.parts[name] for name in VECTORS}, table.state)
+        table.exact, table.next_slot, table.clock = True, None, None
     table.hot.detach()
 
 
-def look_up(table: BoundedTable, rows: Tensor) -> Tensor:
+def look_up(table: SlotTable, rows: Tensor) -> Tensor:
     """Slots where the tokens `rows` [B, L, M] lie once those that are missing have come from the host."""
     assert table.host is not None
     table.host.wait()
@@ -149,7 +151,7 @@ def look_up(table: BoundedTable, rows: Tensor) -> Tensor:
     return slots
 
 
-def arrange(table: BoundedTable, start: int, order: Tensor) -> None:
+def arrange(table: SlotTable, start: int, order: Tensor) -> None:
     """Moves the tokens from `start` on, which lie in the slots of their numbers, into the order [B, H, n] of these.
 
     None of them stays exact.
@@ -246,7 +248,7 @@ def _keys_and_values(table: SlotTable, parts: list[Tensor]) -> tuple[Pair, Pair 
     return (keys[0], values[0]), (steps[0], steps[-1]) if steps else None
 
 
-def _place_exact(table: BoundedTable) -> None:
+def _place_exact(table: SlotTable) -> None:
     """Tells codes where the tokens lie that they keep exact: a sink slot, the tail, a hot place, or nowhere near."""
     coded, hot = _coded(table), table.hot
     if not coded:
@@ -273,7 +275,7 @@ def _set_tail(table: SlotTable, start: int) -> None:
     table.hot.tail_start = overwritten(table.hot.tail_start, tail)
 
 
-def _take_late_sinks(table: BoundedTable, start: int) -> None:
+def _take_late_sinks(table: SlotTable, start: int) -> None:
     """Rows that had fewer tokens than sinks when they were offloaded take their other sinks from the tail."""
     assert table.padding is not None
     sinks = table.hot.sinks

@@ -2,10 +2,20 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from kvsketch.slots.table import SlotTable
+
 MOST = "_kvsketch_most"  # on a padding tensor: its largest number
+
+
+def give(table: SlotTable, padding: Tensor | None) -> None:
+    """The rows of a table have this padding."""
+    table.padding = padding
 
 
 def learned(before: Tensor | None, visible: Tensor, seen: int) -> Tensor | None:

@@ -30,10 +30,12 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
-from kvsketch.slots.codes import Slots
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.packing import pack, unpack
+from kvsketch.slots.parts import STATE
 from kvsketch.slots.state import SLOT, TableState
-from kvsketch.slots.store import EMPTY, STATE, Parts, Ragged, row_parts, slot_parts, table_of
-from kvsketch.slots.table import BoundedTable, ExactTable, Place, SlotTable
+from kvsketch.slots.store import EMPTY, Parts, Ragged, row_parts, table_of
+from kvsketch.slots.table import SlotTable
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
@@ -41,10 +43,10 @@ Plane: TypeAlias = tuple[tuple[int, ...], torch.dtype]  # of one page
 
 
 def like_table(
-    place: Place, kind: type[TableState], heads: int, key_size: int, value_size: int, dtype: torch.dtype
-) -> BoundedTable:
+    place: LayerContext, kind: type[TableState], heads: int, key_size: int, value_size: int, dtype: torch.dtype
+) -> SlotTable:
     """A bounded table of one row at that place: what a page holds is like it, but for the number of slots."""
-    table = ExactTable(**vars(place))
+    table = SlotTable(place)
     with _on_the_host():
         keys, values = (torch.zeros(1, heads, 1, size, dtype=dtype) for size in (key_size, value_size))
         table.append(keys, values)
@@ -100,7 +102,7 @@ class Planes(ABC):
 class PageShape(Planes):
     """A page is the table of one request in one layer; where pages begin, and how far apart they are, is the pool's."""
 
-    like: BoundedTable
+    like: SlotTable
     slots: int  # S
     prompt: bool = False  # whether the length of the prompt is known later
 
@@ -108,7 +110,7 @@ class PageShape(Planes):
     def planes(self) -> dict[str, Plane]:
         """Vectors come first, places of exact ones next: that is what a page is cleared of."""
         heads = self.like.shape[1]
-        each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
+        each = {n: ((heads, self.slots, *part.shape[3:]), part.dtype) for n, part in self.like.parts.named().items()}
         each |= {n: (tuple(part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
         del each["next_slot"]
         if self.prompt:
@@ -130,27 +132,6 @@ def _order(name: str) -> int:
     return 2 if not name.startswith(("keys", "values")) else int(name.endswith("exact_at"))
 
 
-@dataclass(kw_only=True)
-class PagedTable(BoundedTable):
-    """A table whose keys and values stay in their pages, [P, H, S, D]: row b lies in page pages[b].
-
-    Negative: the row stands for no request, and its keys are written nowhere.
-    """
-
-    pages: Tensor  # [B] int64
-
-    def equal_slots(self) -> tuple[Slots, Slots]:
-        rows = self.pages.clamp_min(0)
-        return self.keys.rows(rows), self.values.rows(rows)
-
-    def _write_next(self, keys: Tensor, values: Tensor) -> None:
-        score = next(iter(self.state.slot_tensors()), None)
-        ops.write_token(
-            self.keys.read, self.values.read, self.index, self.log_den, None, self.next_slot, self.clock, keys, values,
-            score, pages=self.pages,
-        )  # fmt: skip
-
-
 class Pages:
     """The pages of one layer.
 
@@ -167,14 +148,14 @@ class Pages:
         self.vectors = {name: part for name, part in parts.items() if _order(name) < 2}
         self.front = shape.front(pool)
 
-    def take(self, page: Tensor, seen: int) -> BoundedTable:
+    def take(self, page: Tensor, seen: int) -> SlotTable:
         """The table of the request in `page` [1], a copy ready for several tokens; `seen` of its tokens are there."""
         clock = torch.full((1,), seen, device=page.device)
         parts = self._opened(Rows(page, clock, torch.zeros_like(clock)))
         parts |= {name: part[page] for name, part in self.vectors.items()}
         return table_of(self.shape.like, parts, clock=clock, length=self.shape.slots, **_counts(seen, 0))
 
-    def rows(self, pages: Tensor, seen: Tensor) -> PagedTable:
+    def rows(self, pages: Tensor, seen: Tensor) -> SlotTable:
         """A table of one request per row, in `pages` [B], ready for one token each.
 
         `seen` [B]: tokens each request has seen; negative where a row stands for none.
@@ -187,7 +168,8 @@ class Pages:
         if self.prompt is not None:
             # A single token that comes first is the prompt.
             table.prompts = padding + torch.where(seen > 0, self.prompt[pages, 0], 1)
-        return PagedTable(**vars(table), pages=torch.where(seen < 0, -1, pages))
+        table.pages = torch.where(seen < 0, -1, pages)
+        return table
 
     def _opened(self, rows: Rows) -> Parts:
         """What the slots are worth, and where the next token goes: any empty slot, for no choice depends on it."""
@@ -195,9 +177,9 @@ class Pages:
         parts = {"index": index, "log_den": log_den, "next_slot": next_slot}
         return parts if score is None else parts | {self.score: score}
 
-    def put(self, page: Tensor, table: BoundedTable) -> None:
+    def put(self, page: Tensor, table: SlotTable) -> None:
         """Writes the whole table of one request, of S slots, into `page` [1]."""
-        new = slot_parts(table) | row_parts(table)
+        new = table.parts.named() | row_parts(table)
         for name, part in self.vectors.items():
             part.index_copy_(0, page, new[name])
         if self.prompt is not None:
@@ -205,7 +187,7 @@ class Pages:
         none = torch.zeros_like(page)
         self._close(Rows(page, none, none), table)
 
-    def put_step(self, pages: Tensor, table: PagedTable, seen: Tensor) -> None:
+    def put_step(self, pages: Tensor, table: SlotTable, seen: Tensor) -> None:
         """Writes what the slots are worth after a single token; its key and value are there.
 
         Where a row stands for no request its page keeps what it holds.
@@ -216,8 +198,8 @@ class Pages:
             self.prompt.index_copy_(0, pages, known.unsqueeze(1))
         self._close(Rows(pages, seen, table.padding), table)
 
-    def _close(self, rows: Rows, table: BoundedTable) -> None:
-        new = slot_parts(table)
+    def _close(self, rows: Rows, table: SlotTable) -> None:
+        new = table.parts.named()
         ops.close_rows(self.worth, rows, Worth(new["index"], new["log_den"], new.get(self.score)))
 
 
@@ -238,7 +220,7 @@ class RequestShape(Planes):
     has room for new tokens, which wait there, with their queries, for the next decision.
     """
 
-    like: BoundedTable  # of the first layer
+    like: SlotTable  # of the first layer
     layers: int
     kept_heads: int  # queries of a token that wait with it
     slots: int  # of a head, on average
@@ -254,7 +236,7 @@ class RequestShape(Planes):
     @functools.cached_property
     def planes(self) -> dict[str, Plane]:
         heads, size = self.like.shape[1], self.like.stores()[0].shape[3]
-        each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in slot_parts(self.like).items()}
+        each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in self.like.parts.named().items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
         del each["next_slot"]
         each["queries"] = (self.layers, self.kept_heads, self.room, row_bytes(size)), torch.uint8
@@ -280,7 +262,17 @@ class StepRows(NamedTuple):
 
     pages: Tensor  # [B] int64
     waiting: Tensor  # [B] int64, tokens that wait before it
-    tables: list[BoundedTable]  # of each layer, one row per request; slots lie in the pages
+    tables: list[SlotTable]  # of each layer, one row per request; slots lie in the pages
+
+
+class TurnRows(NamedTuple):
+    """Several new tokens of each of B requests, behind those that their pages hold, in all layers."""
+
+    pages: Tensor  # [B] int64
+    waiting: Tensor  # [B] int64, tokens that wait before them
+    counts: Tensor  # [B] int64, new tokens
+    at: Tensor  # [L, B H n] int64, where their slots lie in the store
+    tables: list[SlotTable]  # of each layer, one row per request: what was there before
 
 
 class RequestPages:
@@ -291,10 +283,10 @@ class RequestPages:
     captured step serves any requests. Slots that no token of the request has taken are never read.
     """
 
-    def __init__(self, shape: RequestShape, pool: Tensor, like: Sequence[BoundedTable]) -> None:
+    def __init__(self, shape: RequestShape, pool: Tensor, like: Sequence[SlotTable]) -> None:
         """`pool` [P, bytes of a page] uint8; `like`: a table of one row of each layer."""
         self.shape, self.planes = shape, shape.of(pool)
-        slots = {name: self.planes[name].flatten(0, 1) for name in slot_parts(shape.like)}
+        slots = {name: self.planes[name].flatten(0, 1) for name in shape.like.parts.named()}
         own = {
             name: self.planes[name].transpose(0, 1)
             for name in ("start", "kept", *row_parts(shape.like))
@@ -304,7 +296,7 @@ class RequestPages:
 
     # one request
 
-    def take(self, page: int, seen: int, settled: int) -> list[BoundedTable]:
+    def take(self, page: int, seen: int, settled: int) -> list[SlotTable]:
         """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
 
         What they read lies in the page. Asks the device.
@@ -312,10 +304,12 @@ class RequestPages:
         lie = self._numbered(page, seen, settled)
         return self.store.take(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)
 
-    def stack(self, page: int, seen: int, settled: int) -> BoundedTable:
-        """The same as one table with a batch row for each layer."""
-        lie = self._numbered(page, seen, settled)
-        return self.store.stack(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)
+    def stack(self, page: int, seen: int, settled: int) -> SlotTable:
+        """The same as one table with a batch row for each layer, and the queries of just those that wait."""
+        start, filled, states = self._numbered(page, seen, settled)
+        known: list[Any] = states
+        states = [replace(state, queries=state.queries[:, :, : seen - settled]) for state in known]
+        return self.store.stack(page, start, filled, states, seen=seen, settled=settled, prompt_tokens=seen)
 
     def _numbered(self, page: int, seen: int, settled: int) -> tuple[Tensor, Tensor, list[TableState]]:
         """Where the heads of a request begin, how many slots they have, [L, H], and the state of each layer.
@@ -347,9 +341,9 @@ class RequestPages:
             states: list[Any] = [table.state for table in tables]
             self.planes["queries"][page, :, :, :waiting] = torch.cat([s.queries[:, :, :waiting] for s in states])
 
-    def _packed(self, single: SlotTable) -> BoundedTable:
+    def _packed(self, single: SlotTable) -> SlotTable:
         """The table with a layout of its own; tokens lie before `next_slot`."""
-        table = single.bound(single.length) if single.exact else single.bounded
+        table = single.bound(single.length) if single.exact else single
         state: Any = table.state_of(type(self.shape.like.state))
         if state.score is None:
             state.score = torch.zeros(table.shape, device=table.device)
@@ -357,9 +351,9 @@ class RequestPages:
         if table.layout is not None and table.layout.total == self.store.total:
             # It lies in a page.
             capacity = table.layout.capacity
-            table.unpack()
+            unpack(table)
         if table.layout is None:
-            table.pack(capacity)
+            pack(table, capacity)
         return table
 
     def clear(self, pages: Tensor) -> None:
@@ -369,6 +363,54 @@ class RequestPages:
         self.planes["start"].index_copy_(0, pages, begin + (pages * self.shape.rows).view(-1, 1, 1))
         for name in ("settled", *self.store.own.keys() - {"start"}):
             self.planes[name].index_fill_(0, pages, EMPTY.get(name, 0))
+
+    def copy(self, source: int, page: int) -> None:
+        """What `source` holds, in `page` too; the device is not asked."""
+        for plane in self.planes.values():
+            plane[page].copy_(plane[source])
+        self.planes["start"][page] += (page - source) * self.shape.rows
+
+    def cut(self, page: int, tokens: int) -> None:
+        """The request loses the last `tokens` that were decided about, which every head has kept."""
+        self.planes["kept"][page] -= tokens
+        self.planes["settled"][page] -= tokens
+
+    # several tokens of many requests
+
+    def behind(self, pages: list[int], waiting: list[int], counts: list[int], length: int) -> TurnRows:
+        """So many new tokens of each request, filled up to `length`, behind the `waiting` ones.
+
+        The device is not asked on a GPU. Room is there for all of them.
+        """
+        device = self.store.device
+        each = torch.tensor([pages, waiting, counts], dtype=torch.int64).to(device, non_blocking=True)
+        own = self.store.named(each[0])
+        start, kept = own.pop("start"), own.pop("kept")  # [L, B, H]
+        filled = kept + each[1].view(-1, 1)
+        new = torch.arange(length, device=device)
+        # The last slot of a page takes what belongs nowhere.
+        nowhere = ((each[0] + 1) * self.shape.rows - 1).view(-1, 1, 1)
+        at = torch.where(new < each[2].view(-1, 1, 1), (start + filled).unsqueeze(-1) + new, nowhere)
+        # The definition in torch reads as many slots of every head as the largest has.
+        most = self.shape.longest if filled.is_cuda else max(1, int(filled.max()))
+        own["next_slot"] = filled.unsqueeze(-1)
+        tables = [
+            self.store.table(layer, own, self.store.layout(start[layer], filled[layer], most))
+            for layer in range(self.shape.layers)
+        ]
+        return TurnRows(each[0], each[1], each[2], at.flatten(1), tables)
+
+    def write_behind(self, turns: TurnRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """Writes these tokens: q [B, Hq, n, D], k [B, H, n, D], v [B, H, n, Dv]. Their numbers are not (`take`)."""
+        table, at = turns.tables[layer], turns.at[layer]
+        table.keys.write(at, k)
+        table.values.write(at, v)
+        for numbers in (table.log_den, *table.state.slot_tensors()):
+            numbers.index_fill_(0, at, 0.0)
+        queries = self.planes["queries"][:, layer]
+        # What fills up the rows may be more than there is room for.
+        new = q[:, :, : self.shape.room]
+        ops.keep_queries(queries, new, turns.waiting, k.shape[1], turns.pages, turns.counts)
 
     # single tokens of many requests
 
@@ -393,7 +435,7 @@ class RequestPages:
             tables.append(self.store.table(layer, own, layout, clock=clock[layer : layer + 1], **_counts(0, 0)))
         return StepRows(pages, waiting, tables)
 
-    def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> BoundedTable:
+    def write(self, step: StepRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> SlotTable:
         """Writes one token of each request behind those that wait, and returns the layer's table.
 
         q [B, Hq, D], k [B, H, D], v [B, H, Dv]. Their numbers in the text are not written (`take`).

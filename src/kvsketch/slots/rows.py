@@ -18,7 +18,6 @@ Legend: L layers, H KV heads.
 
 from __future__ import annotations
 
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -27,10 +26,10 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from kvsketch.slots.codes import MOST_MANY
+from kvsketch.slots.packing import unpack
 from kvsketch.slots.state import ROW, TableState
-from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, kind_of, row_parts, slot_parts
-from kvsketch.slots.table import BoundedTable, SlotTable
+from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, row_parts
+from kvsketch.slots.table import SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
 NEVER = 1 << 62
@@ -66,24 +65,25 @@ class Rows(ABC):
     """Tables of many rows on one clock, whatever the store."""
 
     store: Equal | Ragged
-    tables: list[BoundedTable]  # of all rows
+    tables: list[SlotTable]  # of all rows
     slots = 0  # that rows of different sizes divide among them
     slot_bytes = 0  # of these
     bytes_per_slot = 0  # of one, the mean where layers differ
 
-    def _begin(self, tables: list[BoundedTable], rows: int, clock: int) -> None:
+    def _begin(self, tables: list[SlotTable], rows: int, clock: int) -> None:
         """Puts tables on the clock, which shows at first what the longest row that will join may have seen."""
         self.tables, device = tables, tables[0].device
         self.padding, self.prompts = (torch.full((rows,), clock, device=device) for _ in "ab")
         for table in tables:
-            table.positions = replace(table.positions, trained=None)
+            positions = replace(table.context.positions, trained=None)
+            table.context = replace(table.context, positions=positions)
             table.clock = torch.full((1,), clock, device=device)
             table.padding, table.prompts, table.seen = self.padding, self.prompts, clock
         for row in range(rows):
             self.retire(row)
 
     @abstractmethod
-    def first(self, rows: int) -> list[BoundedTable]:
+    def first(self, rows: int) -> list[SlotTable]:
         """Tables that share the tensors of the first rows: what is written into one is in the other."""
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
@@ -94,10 +94,10 @@ class Rows(ABC):
         return self.store.misfit(singles)
 
     @abstractmethod
-    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
         """Copies tables of one row over row `row`, in place."""
 
-    def _place(self, row: int, single: BoundedTable, numbers: list[Tensor]) -> None:
+    def _place(self, row: int, single: SlotTable, numbers: list[Tensor]) -> None:
         """Puts a row that has just been copied, and the tokens of its slots, on the clock."""
         shift = self.tables[0].seen - single.seen
         for table in self.tables:
@@ -151,17 +151,17 @@ class Rows(ABC):
         """Rows that must be taken out for their method's periodic work before the next step."""
         return []
 
-    def take(self, row: int, seen: int) -> list[BoundedTable]:
+    def take(self, row: int, seen: int) -> list[SlotTable]:
         """Takes a row of `seen` tokens that is due out: tables of equal heads with a batch row for each layer, those of
         one format in one table. Asks the device.
         """
         raise NotImplementedError("no row of equal heads is ever due")
 
-    def before_step(self, tables: Sequence[BoundedTable]) -> None:  # noqa: B027
+    def before_step(self, tables: Sequence[SlotTable]) -> None:  # noqa: B027
         """What `first` has made is about to take a token."""
 
 
-def count_to(tables: Sequence[BoundedTable], seen: int) -> None:
+def count_to(tables: Sequence[SlotTable], seen: int) -> None:
     """Sets the host's count of tokens, also after steps of tables that share the tensors."""
     for table in tables:
         table.seen = seen
@@ -172,19 +172,19 @@ class EqualRows(Rows):
 
     store: Equal
 
-    def __init__(self, singles: Sequence[BoundedTable], rows: int, slots: Sequence[int], clock: int) -> None:
+    def __init__(self, singles: Sequence[SlotTable], rows: int, slots: Sequence[int], clock: int) -> None:
         self.store, shift = Equal(singles, rows, slots), clock - singles[0].seen
         for table in self.store.tables:
-            table.index += shift * (table.index >= 0)
+            table.index.add_(shift * (table.index >= 0))
             table.state.shift_rows(slice(None), shift)
         self._begin(self.store.tables, rows, clock)
         self.padding.fill_(shift)
 
-    def first(self, rows: int) -> list[BoundedTable]:
+    def first(self, rows: int) -> list[SlotTable]:
         padding, prompts = self.padding[:rows], self.prompts[:rows]
-        return [replace(table, padding=padding, prompts=prompts) for table in self.store.first(rows)]
+        return [table.like(padding=padding, prompts=prompts) for table in self.store.first(rows)]
 
-    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
         self.store.put(row, singles)
         self._place(row, singles[0], self.store.numbers(row))
 
@@ -203,7 +203,7 @@ class RaggedRows(Rows):
 
     def __init__(
         self,
-        singles: Sequence[BoundedTable],
+        singles: Sequence[SlotTable],
         rows: int,
         slots: int,
         clock: int,
@@ -218,7 +218,7 @@ class RaggedRows(Rows):
         heads, room = single.shape[1], needs(single).room
         # Behind the store a slot for each head of a row that has left.
         total = slots + rows * heads
-        flat = {name: part.new_zeros(total, *part.shape[1:]) for name, part in slot_parts(single).items()}
+        flat = {name: part.new_zeros(total, *part.shape[1:]) for name, part in single.parts.named().items()}
         own = {name: part.new_zeros(layers, rows, *part.shape[1:]) for name, part in row_parts(single).items()}
         places = {name: torch.zeros_like(own["next_slot"][..., 0]) for name in ("start", "capacity")}
         self.store = Ragged(singles, flat, own | places, most)
@@ -229,20 +229,20 @@ class RaggedRows(Rows):
         self.bytes_per_slot = self.slot_bytes // total
         self._begin(tables, rows, clock)
 
-    def _table(self, layer: int, rows: int, state: TableState) -> BoundedTable:
+    def _table(self, layer: int, rows: int, state: TableState) -> SlotTable:
         """A table of the first rows."""
         return self.store.first_table(layer, rows, state=state, previous=None, settled_at=self.settled_at[:rows])
 
-    def first(self, rows: int) -> list[BoundedTable]:
+    def first(self, rows: int) -> list[SlotTable]:
         result = []
         for layer, whole in enumerate(self.tables):
             table = self._table(layer, rows, whole.state.first_rows(rows))
-            table.positions, table.clock, table.seen = whole.positions, whole.clock, whole.seen
+            table.context, table.clock, table.seen = whole.context, whole.clock, whole.seen
             table.padding, table.prompts = self.padding[:rows], self.prompts[:rows]
             result.append(table)
         return result
 
-    def before_step(self, tables: Sequence[BoundedTable]) -> None:
+    def before_step(self, tables: Sequence[SlotTable]) -> None:
         rows = tables[0].shape[0]
         for row, stretch in self.rows.items():
             stretch.left -= row < rows
@@ -265,7 +265,7 @@ class RaggedRows(Rows):
         for single in singles:
             if single.layout is not None and single.layout.most + more > self.store.most:
                 largest = single.layout.most
-                return f"a head of layer {single.layer_idx} has {largest} slots, more than {self.store.most}"
+                return f"a head of layer {single.context.layer_idx} has {largest} slots, more than {self.store.most}"
         return ""
 
     def _free(self) -> int:
@@ -276,7 +276,7 @@ class RaggedRows(Rows):
         more = self.needs(singles[0]).slots * len(self.tables) * singles[0].shape[1]
         return more + sum(single.layout.total for single in singles if single.layout is not None)
 
-    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
+    def put(self, row: int, singles: Sequence[SlotTable]) -> None:
         assert row not in self.rows
         single, needs, size = singles[0], self.needs(singles[0]), self._size(singles)
         start = self._allocated(size)
@@ -297,7 +297,7 @@ class RaggedRows(Rows):
         self.store.own["capacity"][:, row] = capacity
         self.changes += 1
 
-    def take(self, row: int, seen: int) -> list[BoundedTable]:
+    def take(self, row: int, seen: int) -> list[SlotTable]:
         stretch, own = self.rows.pop(row), self.store.own
         states = [table.state.of_row(row, seen - stretch.settled) for table in self.tables]
         # A row with periodic work only writes behind its slots, so they stay in the order of the text.
@@ -305,8 +305,8 @@ class RaggedRows(Rows):
             row, own["start"][:, row], own["capacity"][:, row], states, seen=seen, settled=stretch.settled,
             prompt_tokens=stretch.prompt_tokens,
         )  # fmt: skip
-        taken.unpack()
-        taken.index -= (self.tables[0].seen - seen) * (taken.index >= 0)
+        unpack(taken)
+        taken.index.sub_((self.tables[0].seen - seen) * (taken.index >= 0))
         return [taken]
 
     def move(self, source: int, row: int) -> None:
@@ -369,89 +369,13 @@ class RaggedRows(Rows):
         self.store.own["start"][:, row] += by
 
 
-class MixedRows(Rows):
-    """Rows whose layers differ in the format of their slots, such as bits of keys: a store for the layers of each.
-
-    Each has slots by the number of its layers, and `MOST_MANY` of all at least: so many may belong to a single layer.
-
-    make: the store of layers of one format, whose tables of one row these are, and its part of all slots.
-    """
-
-    def __init__(
-        self, singles: Sequence[BoundedTable], make: Callable[[Sequence[BoundedTable], float], RaggedRows]
-    ) -> None:
-        self.layers = alike(singles)
-        parts = [max(MOST_MANY, len(own) / len(singles)) for own in self.layers]
-        self.stores = [make(own, part / sum(parts)) for own, part in zip(self._by_store(singles), parts, strict=True)]
-        self.tables = self._by_layer([store.tables for store in self.stores])
-        self.slots = sum(store.slots for store in self.stores)
-        self.slot_bytes = sum(store.slot_bytes for store in self.stores)
-        self.bytes_per_slot = self.slot_bytes // sum(store.store.total for store in self.stores)
-
-    def _by_store(self, tables: Sequence[T]) -> list[list[T]]:
-        """The tables of each store, of those of all layers or of a row that was taken out."""
-        if tables and tables[0].stacked:
-            return [[table] for table in tables]
-        return [[tables[layer] for layer in own] for own in self.layers]
-
-    def _by_layer(self, tables: Sequence[Sequence[BoundedTable]]) -> list[BoundedTable]:
-        order, each = itertools.chain(*self.layers), itertools.chain(*tables)
-        return [table for _, table in sorted(zip(order, each, strict=True), key=lambda pair: pair[0])]
-
-    def first(self, rows: int) -> list[BoundedTable]:
-        return self._by_layer([store.first(rows) for store in self.stores])
-
-    def misfit(self, singles: Sequence[SlotTable]) -> str:
-        reasons = (store.misfit(own) for store, own in zip(self.stores, self._by_store(singles), strict=True))
-        return next(filter(None, reasons), "")
-
-    def put(self, row: int, singles: Sequence[BoundedTable]) -> None:
-        for store, own in zip(self.stores, self._by_store(singles), strict=True):
-            store.put(row, own)
-
-    def move(self, source: int, row: int) -> None:
-        for store in self.stores:
-            store.move(source, row)
-
-    def retire(self, row: int) -> None:
-        for store in self.stores:
-            store.retire(row)
-
-    def rewind(self, count: int) -> None:
-        for store in self.stores:
-            store.rewind(count)
-
-    def release(self) -> None:
-        self.tables = []
-        for store in self.stores:
-            store.release()
-
-    def due(self) -> list[int]:
-        return self.stores[0].due()
-
-    def take(self, row: int, seen: int) -> list[BoundedTable]:
-        return [table for store in self.stores for table in store.take(row, seen)]
-
-    def before_step(self, tables: Sequence[BoundedTable]) -> None:
-        for store, own in zip(self.stores, self._by_store(tables), strict=True):
-            store.before_step(own)
-
-
-def alike(singles: Sequence[BoundedTable]) -> list[list[int]]:
-    """Layers by the format of their slots."""
-    result: dict[str, list[int]] = {}
-    for layer, single in enumerate(singles):
-        result.setdefault(str(kind_of(single)), []).append(layer)
-    return [*result.values()]
-
-
-def slots_within(singles: Sequence[BoundedTable], rows: int, room: int, memory: int) -> int:
+def slots_within(singles: Sequence[SlotTable], rows: int, room: int, memory: int) -> int:
     """Slots of stores that take `memory` bytes together with what `rows` rows have beside them."""
-    slot = sum(part[:1].nbytes for single in singles for part in slot_parts(single).values()) / len(singles)
+    slot = sum(part[:1].nbytes for single in singles for part in single.parts.named().values()) / len(singles)
     states = sum(t.nbytes for single in singles for _, t in single.state.for_rows(1, room).named(ROW))
     return int((memory - rows * (bytes_of_row(singles) + states)) / slot)
 
 
-def bytes_of_row(singles: Sequence[BoundedTable]) -> int:
+def bytes_of_row(singles: Sequence[SlotTable]) -> int:
     """Bytes that a row has beside its slots and its state, and as many again for its document."""
     return sum(part[:1].nbytes for single in singles for part in row_parts(single).values())

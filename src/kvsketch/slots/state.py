@@ -14,7 +14,8 @@ other memory. So a tensor of integers declares its allowed range (`whole`), and 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -61,6 +62,14 @@ def overwritten(present: Tensor | None, new: Tensor) -> Tensor:
     return new if present is None else present.copy_(new)
 
 
+def _slot_names(kind: Any) -> tuple[str, ...]:
+    return tuple(f.name for f in fields(kind) if f.metadata["role"] == SLOT)
+
+
+# The fields of a class of states that follow the slots.
+slot_names: Callable[[Any], tuple[str, ...]] = functools.cache(_slot_names)
+
+
 @dataclass
 class TableState:
     """The state of a method that remembers nothing."""
@@ -88,6 +97,10 @@ class TableState:
         """Replaces each tensor that follows the slots by what `move` makes of it."""
         for name, tensor in self.named(SLOT):
             setattr(self, name, move(tensor))
+
+    def with_tensors(self, tensors: Mapping[str, Tensor]) -> Self:
+        """A copy with other tensors of these names."""
+        return replace(self, **tensors)
 
     def select_rows(self, rows: Tensor) -> None:
         """Reorders, repeats or drops batch rows."""

@@ -23,72 +23,88 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from kvsketch.ops.codec import Codec
 from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.work_list import fixed_work_list, most_of_list
-from kvsketch.slots.codes import Slots
+from kvsketch.slots.codes import PlainSlots, of_layers, other_directions
 from kvsketch.slots.layout import Layout
+from kvsketch.slots.packing import widen
+from kvsketch.slots.parts import NUMBERS, VECTORS
 from kvsketch.slots.state import HOST, ROW, SLOT, TableState
-from kvsketch.slots.table import NEG_INF, BoundedTable, SlotTable
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import wide
 
 Parts: TypeAlias = dict[str, Tensor]
-STATE = "state."
-EMPTY = {"index": -1, "log_den": NEG_INF, "log_num": NEG_INF, "keys.exact_at": -1, "values.exact_at": -1}  # else 0
+EMPTY = NUMBERS | {"keys.exact_at": -1, "values.exact_at": -1}  # what an empty slot holds; else 0
 
 
-def slot_parts(table: BoundedTable) -> Parts:
-    """What follows the slots of a table, by name: [B, H, S, ...], or [N, ...] of a packed one."""
-    parts: Parts = {}
-    for name in ("keys", "values"):
-        parts |= {name + part: tensor for part, tensor in getattr(table, name).slot_parts().items()}
-    own = {name: getattr(table, name) for name in ("index", "log_den", "log_num")}
-    parts |= {name: tensor for name, tensor in own.items() if tensor is not None}
-    return parts | {STATE + name: tensor for name, tensor in table.state.named(SLOT)}
+def row_parts(table: SlotTable) -> Parts:
+    """What follows the rows of a table, [B, H, ...], beside the state."""
+    return {"next_slot": table.next_slot} | table.parts.beside()
 
 
-def row_parts(table: BoundedTable) -> Parts:
-    """What follows its rows, [B, H, ...], beside the state."""
-    parts = {"next_slot": table.next_slot}
-    for name in ("keys", "values"):
-        parts |= {name + part: tensor for part, tensor in getattr(table, name).head_parts().items()}
-    return parts
-
-
-def all_row_parts(singles: Sequence[BoundedTable]) -> Parts:
+def all_row_parts(singles: Sequence[SlotTable]) -> Parts:
     """The same of all layers, [L, H, ...]: tables of one row, or one whose batch rows are the layers."""
     own = [row_parts(single) for single in singles]
     return {name: torch.cat([parts[name] for parts in own]) for name in own[0]}
 
 
-def head_places(singles: Sequence[BoundedTable], start: int, more: int = 0) -> Parts:
+def stacked(singles: list[SlotTable]) -> list[SlotTable]:
+    """Tables of one row that hold all of a text, as one table whose batch rows are the layers.
+
+    A method then decides about all of them in as many launches as about one. Others stay as they are.
+    """
+    first = singles[0]
+    whole = all(single.exact and single.padding is None and single.document is None for single in singles)
+    if len(singles) == 1 or not whole or len({(*single.shape, single.device) for single in singles}) > 1:
+        return singles
+    state = first.state.stacked([single.state for single in singles])
+    slots = {
+        name: torch.cat([dict(single.state.named(SLOT))[name] for single in singles])
+        for name, _ in first.state.named(SLOT)
+    }
+    parts: dict[str, Any] = {}
+    for name in VECTORS:
+        # One after the other: the layers' own are let go before the next are copied.
+        held = [single.parts[name].plain()[:, :, : single.length] for single in singles]
+        parts[name] = PlainSlots(torch.cat(held))
+        for single in singles:
+            single.parts[name] = PlainSlots(held[0][:0])
+    return [first.like(parts, state.with_tensors(slots), stacked=True)]
+
+
+def head_places(singles: Sequence[SlotTable], start: int, more: int = 0) -> Parts:
     """Where the heads of packed tables lie from `start` on, in their order and each with `more` slots, [L, H]."""
     capacity = torch.cat([single.layout.capacity for single in singles if single.layout is not None]) + more
     return {"start": start + (capacity.flatten().cumsum(0).view(capacity.shape) - capacity), "capacity": capacity}
 
 
-def table_of(like: BoundedTable, parts: Parts, state: TableState | None = None, **others: Any) -> BoundedTable:
+def table_of(like: SlotTable, parts: Parts, state: TableState | None = None, **others: Any) -> SlotTable:
     """A table like another with these parts, and other fields."""
-    held = {}
-    for name in ("keys", "values"):
-        slots: Slots = getattr(like, name)
-        held[name] = slots.with_parts({part: parts[name + part] for part in slots.slot_parts() | slots.head_parts()})
-    own = {name: parts.get(name) for name in ("index", "log_den", "log_num", "next_slot")}
-    states = {name.removeprefix(STATE): part for name, part in parts.items() if name.startswith(STATE)}
-    fields: dict[str, Any] = {"doubts": [], **held, **own, **others}
-    return replace(like, state=replace(state or like.state, **states), **fields)
+    held = like.parts.with_named(parts, state)
+    told = {name: others.pop(name) for name in ("appended", "previous") if name in others}
+    own = {"forward": like.forward.copied(**told), "next_slot": parts.get("next_slot")}
+    return like.like(held, held.state, **own | others)
 
 
-def kind_of(table: BoundedTable) -> list[object]:
+def kind_of(table: SlotTable) -> list[object]:
     """What a table holds, but for the numbers of rows, slots and tokens that wait."""
     packed = table.layout is not None
     own: list[object] = [
-        (name, part.dtype, part.shape[1 if packed else 3 :]) for name, part in slot_parts(table).items()
+        (name, part.dtype, part.shape[1 if packed else 3 :]) for name, part in table.parts.named().items()
     ]
     own += [(name, part.dtype, part.shape[1:]) for name, part in row_parts(table).items()]
     by_row = [] if packed else table.state.named(ROW, HOST)
     return own + [(name, part.dtype, part.shape[1:]) for name, part in by_row]
+
+
+def _other_directions(table: SlotTable, single: SlotTable) -> str:
+    """Why codes of a table cannot lie beside those of another; empty: they can."""
+    if any(map(other_directions, (table.keys, table.values), (single.keys, single.values))):
+        return f"layer {single.context.layer_idx} is rounded in other directions than the shared table"
+    return ""
 
 
 # heads of one size
@@ -108,14 +124,14 @@ class Equal:
     Every entry holds what the single one does and is to be overwritten.
     """
 
-    def __init__(self, singles: Sequence[BoundedTable], entries: int, slots: Sequence[int]) -> None:
-        self.tables: list[BoundedTable] = []
+    def __init__(self, singles: Sequence[SlotTable], entries: int, slots: Sequence[int]) -> None:
+        self.tables: list[SlotTable] = []
         self.views: dict[int, tuple[list[Parts], list[Parts]]] = {}
         for single, least in zip(singles, slots, strict=True):
-            table = replace(single, state=replace(single.state), previous=None, doubts=[])
+            table = single.like(state=replace(single.state), forward=single.forward.copied(previous=None))
             table.select_rows(torch.zeros(entries, dtype=torch.int64, device=single.device))
             # No entry may use these.
-            table.widen(least - table.length, CLOSED)
+            widen(table, least - table.length, CLOSED)
             self.tables.append(table)
         self.kinds = [kind_of(table) for table in self.tables]
 
@@ -123,25 +139,27 @@ class Equal:
         """Why `singles` cannot be put into an entry; empty: they can. Asks nothing of the device."""
         for table, single, kind in zip(self.tables, singles, self.kinds, strict=True):
             if single.exact or single.layout is not None or single.host is not None:
-                return f"layer {single.layer_idx} has no fixed shape"
-            if kind != kind_of(single.bounded):
-                return f"layer {single.layer_idx} holds other tensors than the shared table"
+                return f"layer {single.context.layer_idx} has no fixed shape"
+            if kind != kind_of(single):
+                return f"layer {single.context.layer_idx} holds other tensors than the shared table"
+            if differs := _other_directions(table, single):
+                return differs
             if any(have > room for have, room in zip(*(t.state.sections(t) for t in (single, table)), strict=True)):
                 return (
-                    f"layer {single.layer_idx} has {single.length} slots, more than the {table.length} of the shared "
-                    "table"
+                    f"layer {single.context.layer_idx} has {single.length} slots, more than the {table.length} of the "
+                    "shared table"
                 )
         return ""
 
-    def first(self, count: int) -> list[BoundedTable]:
+    def first(self, count: int) -> list[SlotTable]:
         """Tables that share the tensors of the first entries: what is written into one is in the other."""
         result = []
         for table in self.tables:
-            parts = {name: part[:count] for name, part in (slot_parts(table) | row_parts(table)).items()}
+            parts = {name: part[:count] for name, part in (table.parts.named() | row_parts(table)).items()}
             result.append(table_of(table, parts, table.state.first_rows(count)))
         return result
 
-    def put(self, entry: int, singles: Sequence[BoundedTable], source: int = 0) -> None:
+    def put(self, entry: int, singles: Sequence[SlotTable], source: int = 0) -> None:
         """Copies row `source` of `singles`, which may be the tables themselves, over an entry, in place."""
         spans = [_spans(single, table) for table, single in zip(self.tables, singles, strict=True)]
         slots, own = self._views(entry)
@@ -154,7 +172,7 @@ class Equal:
         if any(sum(span.size for span in each) < t.length for each, t in zip(spans, self.tables, strict=True)):
             self.clear(entry, CLOSED)
         for number, (single, each) in enumerate(zip(singles, spans, strict=True)):
-            for name, new in slot_parts(single).items():
+            for name, new in single.parts.named().items():
                 target, value = slots[number][name], new[source]
                 for start, to, size in each:
                     if to < target.shape[1]:
@@ -186,13 +204,13 @@ class Equal:
     def _views(self, entry: int) -> tuple[list[Parts], list[Parts]]:
         """Tensors of one entry, by layer; made once, for they take longer to make than to write."""
         if entry not in self.views:
-            both = ([of(table) for table in self.tables] for of in (slot_parts, row_parts))
+            both = ([table.parts.named() for table in self.tables], [row_parts(table) for table in self.tables])
             slots, own = ([{name: part[entry] for name, part in each.items()} for each in parts] for parts in both)
             self.views[entry] = slots, own
         return self.views[entry]
 
 
-def _spans(single: BoundedTable, table: BoundedTable) -> list[Span]:
+def _spans(single: SlotTable, table: SlotTable) -> list[Span]:
     spans, source, to = [], 0, 0
     for have, room in zip(single.state.sections(single), table.state.sections(table), strict=True):
         if have:
@@ -222,13 +240,20 @@ class Ragged:
     `most`: more slots than any head has.
     """
 
-    def __init__(self, like: Sequence[BoundedTable], slots: Parts, own: Parts, most: int) -> None:
+    def __init__(self, like: Sequence[SlotTable], slots: Parts, own: Parts, most: int) -> None:
         self.like, self.slots, self.own, self.most = like, slots, own, most
         self.held_lists: dict[int, tuple[Tensor, Tensor]] = {}  # by the number of first entries that a step reads
 
     @functools.cached_property
     def kinds(self) -> list[list[object]]:
         return [kind_of(table) for table in self.like]
+
+    @functools.cached_property
+    def _codecs(self) -> dict[str, Codec]:
+        """Of keys and values in learned directions: those of a table whose batch rows are the layers."""
+        return {
+            name: codec for name in ("keys", "values") if (codec := of_layers([getattr(t, name) for t in self.like]))
+        }
 
     @property
     def total(self) -> int:
@@ -241,15 +266,17 @@ class Ragged:
 
     @property
     def readers(self) -> Readers:
-        return readers(bool(self.like[0].bits), device_traits(self.device).multiprocessors)
+        return readers(bool(self.like[0].context.bits), device_traits(self.device).multiprocessors)
 
     def misfit(self, singles: Sequence[SlotTable]) -> str:
         """Why `singles` cannot be put into an entry; empty: they can. Asks nothing of the device."""
-        for single, kind in zip(singles, self.kinds, strict=True):
-            if single.exact or single.layout is None or single.bounded.log_num is not None:
-                return f"layer {single.layer_idx} has no heads of their own sizes"
-            if kind != kind_of(single.bounded):
-                return f"layer {single.layer_idx} holds other tensors than the shared table"
+        for table, single, kind in zip(self.like, singles, self.kinds, strict=True):
+            if single.exact or single.layout is None or single.log_num is not None:
+                return f"layer {single.context.layer_idx} has no heads of their own sizes"
+            if kind != kind_of(single):
+                return f"layer {single.context.layer_idx} holds other tensors than the shared table"
+            if differs := _other_directions(table, single):
+                return differs
         return ""
 
     # tables
@@ -258,7 +285,7 @@ class Ragged:
         """What the entries [B] have beside their slots, [L, B, ...]: copies."""
         return {name: part.index_select(1, entries) for name, part in self.own.items()}
 
-    def table(self, layer: int, own: Parts, layout: Layout, **others: Any) -> BoundedTable:
+    def table(self, layer: int, own: Parts, layout: Layout, **others: Any) -> SlotTable:
         """A table of a layer over the store, of rows that have `own` [L, B, ...] beside their slots."""
         parts = self.slots | {name: part[layer] for name, part in own.items()}
         return table_of(self.like[layer], parts, layout=layout, length=layout.most, **others)
@@ -272,7 +299,7 @@ class Ragged:
         work, first = lists
         return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
 
-    def first_table(self, layer: int, count: int, **others: Any) -> BoundedTable:
+    def first_table(self, layer: int, count: int, **others: Any) -> SlotTable:
         """A table of the first entries, whose capacities are among `own`; `arrange` writes what it reads."""
         if count not in self.held_lists:
             layers, heads = len(self.like), count * self.own["start"].shape[2]
@@ -284,7 +311,7 @@ class Ragged:
         layout = self.layout(own["start"][layer], own["capacity"][layer], lists=lists)
         return self.table(layer, own, layout, **others)
 
-    def arrange(self, tables: Sequence[BoundedTable]) -> None:
+    def arrange(self, tables: Sequence[SlotTable]) -> None:
         """Writes the work lists of tables of the first entries, in place, for the capacities that they have."""
         count = tables[0].shape[0]
         capacity = self.own["capacity"][:, :count]
@@ -303,7 +330,7 @@ class Ragged:
     # entries
 
     def put(
-        self, entry: int, singles: Sequence[BoundedTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
+        self, entry: int, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
     ) -> None:
         """Copies packed tables, whose batch rows are the layers, over an entry whose heads begin at `begin` [L, H]."""
         self.put_slots(singles, begin, filled, end)
@@ -312,7 +339,7 @@ class Ragged:
             self.own[name][:, entry] = own[name]
 
     def put_slots(
-        self, singles: Sequence[BoundedTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
+        self, singles: Sequence[SlotTable], begin: Tensor, filled: Tensor | None = None, end: int = 0
     ) -> None:
         """Copies the slots alone: an entry that names them may come later, or several.
 
@@ -328,7 +355,7 @@ class Ragged:
         if filled is not None:
             there = place < (first + filled.flatten()).repeat_interleave(capacity, output_size=count)
             at = torch.where(there, at, end).clamp_max_(end)
-        slots = [slot_parts(single) for single in singles]
+        slots = [single.parts.named() for single in singles]
         for name, held in self.slots.items():
             wide(held).index_copy_(0, at, wide(torch.cat([parts[name] for parts in slots])))
 
@@ -339,7 +366,7 @@ class Ragged:
 
     def take(
         self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
-    ) -> list[BoundedTable]:
+    ) -> list[SlotTable]:
         """The entry as tables of one row, whose heads lie in the store, [L, H] (asks the device)."""
         most, own = capacity.amax(1).tolist(), self._beside(entry, capacity)
         return [
@@ -349,13 +376,16 @@ class Ragged:
 
     def stack(
         self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
-    ) -> BoundedTable:
+    ) -> SlotTable:
         """The same as one table with a batch row for each layer, for an entry whose slots lie in the order of the text.
 
         A method works on it in as many launches as on one layer.
         """
         own, state = self._beside(entry, capacity), states[0].stacked(states)
-        return self._taken(own, slice(None), start, capacity, int(capacity.max()), state, stacked=True, **counts)
+        table = self._taken(own, slice(None), start, capacity, int(capacity.max()), state, stacked=True, **counts)
+        for name, codec in self._codecs.items():
+            table.parts[name] = replace(table.parts[name], codec=codec)
+        return table
 
     def _beside(self, entry: int, capacity: Tensor) -> Parts:  # [L, ...]
         """What an entry has beside its slots: copies."""
@@ -364,7 +394,7 @@ class Ragged:
 
     def _taken(
         self, own: Parts, layers: slice, start: Tensor, capacity: Tensor, most: int, state: TableState, **counts: Any
-    ) -> BoundedTable:
+    ) -> SlotTable:
         """A table whose batch rows are these layers of an entry."""
         parts = self.slots | {name: part[layers] for name, part in own.items()}
         layout = self.layout(start[layers], capacity[layers], most)

@@ -130,11 +130,6 @@ def fetching(tensors: Sequence[Tensor]) -> Callable[[], list[Tensor]]:
     return answer
 
 
-def is_score(state: Tensor) -> bool:
-    """Whether it holds one number per slot that an operation can write beside the token."""
-    return state.dim() in (1, 3) and state.dtype == torch.float32 and state.is_contiguous()
-
-
 def wide(tensor: Tensor) -> Tensor:
     """The same memory in numbers of 8 bytes where a slot has several: kernels copy numbers, not bytes."""
     wide = tensor.dim() == 2 and tensor.shape[1] * tensor.element_size() % 8 == 0

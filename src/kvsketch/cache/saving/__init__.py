@@ -73,7 +73,7 @@ def require_complete(layers: Sequence[Any], broken_off: str) -> None:
         raise ValueError("this cache is in the middle of a prompt; save it when the whole prompt has been read")
     if broken_off:
         raise ValueError(
-            f"what was last read into this cache was broken off: {broken_off}; start again with cache.reset(), or load "
+            f"the last read into this cache was interrupted: {broken_off}; start again with cache.reset(), or load "
             "the file that was saved before"
         )
 
@@ -94,6 +94,12 @@ class SavedCache:
         self.about: dict[str, str] = content["about"]
         self.promise: dict[str, Any] | None = content["promise"]
         self._layers = content["layers"]
+        for what, value, kind in (
+            ("seed", self.options["seed"], int), ("tokens", self.read["tokens"], int),
+            ("checksum", self.read["checksum"], int), ("open", self.read["open"], bool),
+        ):  # fmt: skip
+            if type(value) is not kind:
+                raise ValueError(f"{file} says {what}={value!r}, which is no {kind.__name__}; save the cache again")
 
     def fill(self, layers: Sequence[Any], model: Any, identity: ModelIdentity, head_share: HeadShare | None) -> None:
         """Gives the layers of a new cache the saved state, on the devices of the model; ValueError for another one."""
@@ -102,9 +108,9 @@ class SavedCache:
             raise ValueError(f"{self._file} belongs to another model: {words}. Load it with its own model")
         if len(self._layers) != len(layers):
             raise ValueError(f"{self._file} holds {len(self._layers)} layers; this model caches {len(layers)}")
-        devices = layer_devices(model, len(layers))
+        devices, sizes = layer_devices(model, len(layers)), identity.head_sizes
         for layer, saved, device in zip(layers, self._layers, devices, strict=True):
-            LayerReader(self._copied, device).fill(layer, saved)
+            LayerReader(self._copied, device, sizes).fill(layer, saved)
             if head_share is not None and isinstance(layer, SlotLayer) and not layer.table.empty:
                 head_share.place(layer.table, layer.table.shape[1])
         require_complete(layers, left_behind(layers))
@@ -145,7 +151,7 @@ def _method_text(method: Method) -> str:
     with contextlib.suppress(ValueError):
         if type(parse_method(text, importing=False)) is type(method):
             return text
-    raise ValueError(f"no reader of a file would find the method {text!r}; define its class at the top of a module")
+    raise ValueError(f"a saved file could not find the method {text!r}; define its class at the top of a module")
 
 
 def _method(file: Path, text: Any) -> Method:

@@ -56,6 +56,15 @@ class ModelIdentity:
                     "with CompressedCache(model, method)"
                 )
 
+    @property
+    def head_sizes(self) -> set[int]:
+        """Sizes that a key or value of the model can have: those that its config names, and their sums for latents."""
+        text = self._config.get_text_config(decoder=True)
+        latent = [getattr(text, name, None) or 0 for name in ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim")]
+        named = [value for name, value in vars(text).items() if "head_dim" in name and type(value) is int]
+        usual = text.hidden_size // max(1, text.num_attention_heads)
+        return {usual, *named, latent[0], latent[0] + latent[2], latent[1] + latent[2]} - {0}
+
     def describe(self, head_share: Any = None) -> dict[str, Any]:
         """The identity as JSON; None for what cannot be known."""
         model = None if self._model is None else self._model()

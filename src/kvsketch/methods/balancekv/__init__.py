@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -15,11 +15,12 @@ from kvsketch.methods.balancekv.merge_reduce import theory_c
 from kvsketch.methods.balancekv.schedule import Balanced, Recipe, RowPlan
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
-from kvsketch.methods.parameters import option
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
+from kvsketch.methods.parameters import SEED, option
 from kvsketch.ops.balance_walk import WALKS
+from kvsketch.slots import in_place
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
 DEFAULT_WINDOW = 32
@@ -65,16 +66,14 @@ class BalanceKV(BudgetedMethod):
     recent: Size | int | str = option(
         DEFAULT_WINDOW, "last tokens that stay exact; left at 32, at most an eighth of the budget"
     )
-    positions: str = option(TEXT, "cache, with form=block alone: keys at their places in the cache", POSITIONS)
+    seed: int = option(0, SEED)
     form: str = option(
         "block",
         "block halves runs of tokens; stream is the theorem's algorithm within the budget, paper without one",
         ("block", "stream", "paper"),
     )
     block: int = option(256, "tokens of one walk (form=block) or of one batch (form=paper)")
-    rounds: int | None = option(
-        None, "form=block: halve the middle so many times, as published, or fail; none: as often as needed"
-    )
+    rounds: int | None = option(None, "form=block: number of halvings, as published, or fail; none: as many as needed")
     walk: str = option("auto", "how signs are chosen; auto: greedy for blocks, random for streams", ("auto", *WALKS))
     c: float | str = option(1.0, "how far the random walk may drift, in its largest term; theory: 30 ln(n / delta)")
     temp: float = option(
@@ -89,16 +88,14 @@ class BalanceKV(BudgetedMethod):
     den_weight: str = option(
         "same", "weight in the denominator: as in the numerator, or 2 for every halving", ("same", "pow2")
     )
-    count_term: float = option(0.025, "added to inner products of values, so that counts are balanced beside values")
+    count_term: float = option(
+        0.025, "added to inner products of values, so that counts are balanced as well as values"
+    )
     rho: float | None = option(4.0, "streams: the two sums stay within this factor of each other; none: as published")
     epsilon: float = option(0.1, "streams: the error at which a bucket of value norms is negligible")
     delta: float = option(0.01, "streams: the failure probability of c=theory")
 
     def __post_init__(self) -> None:
-        budget = Size.parse(self.budget, f"{self.name}: budget")
-        if budget.tokens is not None:
-            for name in ("sinks", "recent"):
-                self._set(name, _within(getattr(self, name), budget.tokens))
         super().__post_init__()
         self._require_whole("block", least=2, unit="tokens")
         halvings = self.rounds is None or (self.rounds >= 0 and self.form == "block")
@@ -112,10 +109,10 @@ class BalanceKV(BudgetedMethod):
         self._require("rho", self.rho is None or self.rho >= 1, "none or a number of 1 or more")
 
     @property
-    def placeless(self) -> str:
-        if self.form == "block":
-            return ""
-        return f"for form={self.form} holds a token in several slots, whose weights estimate sums over the whole text"
+    def declared(self) -> Capabilities:
+        grows = self.form == "paper"
+        bounded = no("with form=paper its tables grow with the text; use form=stream") if grows else SUPPORTED
+        return replace(super().declared, batched=bounded, memory=bounded)
 
     @property
     def clip(self) -> float | None:
@@ -152,20 +149,21 @@ class BalanceKV(BudgetedMethod):
         rows = shape.batch * 8 * (4 + 5 + 2)  # schedule, limits, capacity
         return held + rows + (shape.all_heads * (4 * (row_schedule.ZERO_VALUE + 1) + 16) if streams else 0)
 
+    def exact_tokens(self, budget: int) -> tuple[int, int]:
+        sinks, recent = super().exact_tokens(budget)
+        return _within(sinks, budget), _within(recent, budget)
+
     def rows(self, table: SlotTable) -> list[RowPlan]:
         """What each row of the table may hold."""
         rows = []
         for pad in left_padding.of_rows(table.padding, table.shape[0]):
             tokens = self.budget_size.of(max(1, table.prompt_tokens - pad))
-            first = min(_within(self.sinks, tokens), tokens - 1)
-            last = min(_within(self.recent_size.of(tokens), tokens), tokens - first)
+            sinks, recent = self.exact_tokens(tokens)
+            first = min(sinks, tokens - 1)
+            last = min(recent, tokens - first)
             freed = max(1, min(self.block // 2, (tokens - first - last) // 16))
             rows.append(RowPlan(table.seen - pad, tokens, first, last, freed))
         return rows
-
-    @property
-    def alone(self) -> str:
-        return "with form=paper its tables grow with the text" if self.form == "paper" else ""
 
     def maintenance_due(self, table: SlotTable) -> bool:
         return not table.exact and row_schedule.due(table, ahead=1)
@@ -186,7 +184,7 @@ class BalanceKV(BudgetedMethod):
                 else:
                     balance_stream.compress(self.recipe, table, self.rows(table), queries)
             # Names an empty slot as the next to be written: some slot is, and empty slots rank lowest.
-            table.bounded.free_lowest(None, 0, 0)
+            in_place.free_lowest(table, None, 0, 0)
             return
         rows = self.rows(table)
         over = [row.seen > row.budget for row in rows]

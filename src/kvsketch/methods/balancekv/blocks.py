@@ -17,8 +17,10 @@ from kvsketch import ops
 from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import stream_state
 from kvsketch.methods.balancekv.schedule import Balanced, Recipe, RowPlan, compact, running_count, to_device
+from kvsketch.slots import in_place
 from kvsketch.slots.heads import least_over_heads
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.parts import NEG_INF
+from kvsketch.slots.table import SlotTable
 
 LN2 = math.log(2.0)
 HEAVIEST = 64  # halvings that any token can have gone through
@@ -135,7 +137,8 @@ def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
 
 def make_room(recipe: Recipe, table: SlotTable) -> None:
     """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
-    num, den = table.bounded.log_weights()
+    num, den = table.log_weights()
+    assert num is not None and den is not None
     due = row_schedule.due_rows(table)
     lengths = row_schedule.limits_of(table)[-1] * due
     candidates = row_schedule.middle_slots(table) & due
@@ -146,8 +149,8 @@ def make_room(recipe: Recipe, table: SlotTable) -> None:
     keep, double = halve(recipe, table, torch.where(valid, slots, -1), lengths, num, lengths == 1, 0)
     old_num, old_den = num.gather(2, slots), den.gather(2, slots)
     log_num = old_num + growth(old_num, valid, keep, double)
-    table.bounded.reweigh(
-        slots, valid & ~keep, log_num, log_num if num is den else old_den + growth(old_den, valid, keep, keep)
+    in_place.reweigh(
+        table, slots, valid & ~keep, log_num, log_num if num is den else old_den + growth(old_den, valid, keep, keep)
     )
 
 
@@ -167,9 +170,10 @@ def halve(
     size = min(recipe.block, run.shape[-1])
     blocks = torch.nn.functional.pad(run, (0, -run.shape[-1] % size), value=-1).unflatten(-1, (-1, size))
     signs = ops.balance_walk(
-        table.key_slots(), table.value_slots(), blocks, table.scale,
+        table.key_slots(), table.value_slots(), blocks, table.forward.scale,
         weights=None if log_weights is None else log_weights.exp(),
-        state=stream_state(recipe.seed + table.seed, table.layer_idx, number), first_head=table.first_head,
+        state=stream_state(recipe.seed + table.context.seed, table.context.layer_idx, number),
+        first_head=table.context.first_head,
         ids=(table.real_tokens() << 16) + torch.arange(blocks.shape[2], device=run.device),
         walk=recipe.walk, c=recipe.c, temp=recipe.temp, center=recipe.center, constant=recipe.count_term,
     )  # fmt: skip

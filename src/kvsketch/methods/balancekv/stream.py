@@ -27,7 +27,8 @@ from kvsketch.methods.balancekv import schedule as row_schedule
 from kvsketch.methods.balancekv.merge_reduce import Balance, draws, grouped, half_of, merge_and_reduce, stream_state
 from kvsketch.methods.balancekv.schedule import ZERO_VALUE, Balanced, Recipe, RowPlan, compact, to_device
 from kvsketch.ops.slot_update import CLOSED
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.parts import NEG_INF
+from kvsketch.slots.table import SlotTable
 
 Reduce = Callable[[Tensor, Tensor], Tensor]  # levels [B, H, S], batch sizes [B, H, 1] -> new levels
 LN2 = math.log(2.0)
@@ -43,7 +44,7 @@ def compress(recipe: Recipe, table: SlotTable, rows: list[RowPlan], queries: Ten
     middle = [row.seen - row.sinks - row.recent for row in rows]
     over = [row.seen > row.budget for row in rows]
     if unbounded:
-        over = [m >= recipe.block and (table.appended > 1 or m % recipe.block == 0) for m in middle]
+        over = [m >= recipe.block and (table.forward.appended > 1 or m % recipe.block == 0) for m in middle]
     row_schedule.set_schedule(table, rows, [0] * len(rows))
     _set_up(recipe, table, rows)
     values, keys_only = zip(*(shares(row) for row in rows), strict=True)
@@ -109,7 +110,7 @@ def _summarise(recipe: Recipe, table: SlotTable, rows: Tensor, queries: Tensor) 
     _enter(table, row_schedule.middle_slots(table) & rows)
     state = table.state_of(Balanced)
     bucket, batch = state.buckets(), state.batch
-    weights = (None, None) if table.exact else (table.bounded.log_num, table.bounded.log_den)
+    weights = (None, None) if table.exact else (table.log_num, table.log_den)
     num, den = (_levels(table, each) for each in weights)
     num = torch.where((bucket == ZERO_VALUE) | _negligible(recipe, table, bucket, rows, queries), -1, num)
     outside = torch.where((table.position_slots() >= 0) & (bucket == 0), 0, -1)
@@ -164,7 +165,7 @@ def _negligible(recipe: Recipe, table: SlotTable, bucket: Tensor, rows: Tensor, 
     new = torch.stack([radius, value_norm.amax(-1)], -1)
     largest.copy_(torch.where(rows, torch.maximum(largest, new), largest))
     share = math.log(recipe.epsilon / 2) - table.real_tokens().clamp_min(1).log()
-    threshold = share - table.scale * largest[..., :1] + largest[..., 1:].log()
+    threshold = share - table.forward.scale * largest[..., :1] + largest[..., 1:].log()
     return rows & (bucket > 0) & ((bucket - 31) * LN2 <= threshold)
 
 
@@ -197,14 +198,14 @@ def _denominator(recipe: Recipe, table: SlotTable, rows: Tensor) -> Reduce:
 
 
 def _balance(recipe: Recipe, table: SlotTable, structure: int) -> Balance:
-    state = stream_state(recipe.seed + table.seed, table.layer_idx, structure)
+    state = stream_state(recipe.seed + table.context.seed, table.context.layer_idx, structure)
 
     def balance(k: Tensor, v: Tensor | None, slots: Tensor, ids: Tensor) -> Tensor:
         signs = ops.balance_walk(
-            k, v, slots, table.scale, ids=ids, state=state, first_head=table.first_head, walk=recipe.walk,
-            c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail,
+            k, v, slots, table.forward.scale, ids=ids, state=state, first_head=table.context.first_head,
+            walk=recipe.walk, c=recipe.c, temp=recipe.temp, center=recipe.center, on_fail=recipe.on_fail,
         )  # fmt: skip
-        return half_of(signs, draws(state, table.first_head, ids) if recipe.form == "stream" else None)
+        return half_of(signs, draws(state, table.context.first_head, ids) if recipe.form == "stream" else None)
 
     return balance
 

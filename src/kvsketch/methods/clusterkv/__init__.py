@@ -12,7 +12,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.methods.clusterkv.clusters import Clusters
-from kvsketch.methods.parameters import option
+from kvsketch.methods.parameters import SEED, option
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.kmeans import METRICS
 from kvsketch.ops.select_clusters import Selection
@@ -26,7 +26,7 @@ from kvsketch.slots.table import SlotTable
 class ClusterKV(RecallingMethod):
     """Clusters the keys by direction; a query head reads the clusters whose centroids have the largest inner products.
 
-    After prefill the keys beside the sinks are clustered per KV head by k-means, by cosine unless `metric` says
+    After prefill all keys except the sinks are clustered per KV head by k-means, by cosine unless `metric` says
     otherwise; a centroid is the mean of its raw keys. A query head ranks clusters by <q, centroid>, takes the shortest
     prefix that holds `budget` tokens (sinks included) and trims the last cluster. Generated tokens are read in full
     until `recluster` of them form `recluster_into` new clusters.
@@ -48,6 +48,7 @@ class ClusterKV(RecallingMethod):
     reads_newest: ClassVar[bool] = True
     random: ClassVar[bool] = True
     State: ClassVar[type[Clusters]] = Clusters
+    seed: int = option(0, SEED)
     tokens_per_cluster: int = option(20, "mean size of a cluster; smaller ones find tokens better and take more memory")
     metric: str = option("cosine", "what keys are clustered by; the paper compares all three", METRICS)
     rounds: int = option(4, "rounds of k-means over all keys, before one last assignment")
@@ -134,7 +135,9 @@ class ClusterKV(RecallingMethod):
         wanted = [count or max(1, round((end - f + extra) / self.tokens_per_cluster)) for f in first]
         counts = [max(1, min(end - f, most)) for f, most in zip(first, wanted, strict=True)]
         means_of = values if self.completion else None
-        clusters.add(table, start, keys, means_of, first, counts, self.rounds, self.seed + table.seed, self.metric)
+        clusters.add(
+            table, start, keys, means_of, first, counts, self.rounds, self.seed + table.context.seed, self.metric
+        )
 
     def attend(
         self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
@@ -148,7 +151,7 @@ class ClusterKV(RecallingMethod):
             query,
             *table.stores(),
             rows,
-            table.scale,
+            table.forward.scale,
             spans=clusters.spans_of(table),
             max_span=self.sinks + self.recluster,
             extra_k=state.centroids if self.completion else None,
@@ -193,6 +196,6 @@ class ClusterKV(RecallingMethod):
         if not self.share_in_group:
             return scores
         # Each head weighs the clusters as attention would; those without tokens take no part.
-        scores = scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]) * table.scale
+        scores = scores.view(scores.shape[0], table.shape[1], -1, scores.shape[2]) * table.forward.scale
         empty = table.state_of(self.State).sizes.unsqueeze(2) == 0
         return scores.masked_fill(empty, float("-inf")).softmax(-1).sum(2)

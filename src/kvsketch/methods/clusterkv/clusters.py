@@ -103,8 +103,8 @@ def add(
         counts=clusters,
         rounds=rounds,
         seed=seed,
-        layer=table.layer_idx,
-        first_head=table.first_head,
+        layer=table.context.layer_idx,
+        first_head=table.context.first_head,
         metric=metric,
     )
     index = ops.cluster_index(clustered.labels, max(counts))
@@ -136,9 +136,9 @@ def arrange(table: SlotTable) -> None:
     Rows of codes are short: in runs they are read faster than one by one.
     """
     state = table.state_of(Clusters)
-    if table.exact or not table.bits or not state.arranged or state.by_place:
+    if table.exact or not table.context.bits or not state.arranged or state.by_place:
         return
-    offloaded.arrange(table.bounded, state.arranged, state.order[:, :, state.arranged : state.tail])
+    offloaded.arrange(table, state.arranged, state.order[:, :, state.arranged : state.tail])
     state.arranged = state.tail
 
 
@@ -176,8 +176,8 @@ def spans_of(table: SlotTable) -> Tensor:
     launch between choosing and reading tokens holds up the step.
     """
     first = table
-    while first.previous is not None and _are_alike(first.previous, table):
-        first = first.previous
+    while first.forward.previous is not None and _are_alike(first.forward.previous, table):
+        first = first.forward.previous
     state = first.state_of(Clusters)
     if first is table:
         torch.add(state.tail_shift, table.seen_on_device(), out=state.spans[:, 1, 1])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +12,8 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.budget import Size, Tokens
-from kvsketch.methods.parameters import option
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
+from kvsketch.methods.parameters import carried, option
 from kvsketch.methods.rehearse.compacting import Stretch, chosen, settle_behind, undecided
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.rehearse.refit import queries_of
@@ -28,43 +28,46 @@ from kvsketch.methods.waiting import (
     own_sinks,
     settle_slots,
 )
+from kvsketch.slots import coding
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import FEW, PLAIN
+from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.table import SlotTable, require_finite
+from kvsketch.slots.pauses import pause
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetching
 
 REPLAYS = VIRTUAL, EXACT, LEARNED = ("virtual", "exact", "learned")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes; on a CPU the first of them (`refit.queries_of`)
 # Bits of keys and values by the share of the bytes, from which on. Fewer bits leave room for more tokens, and answer
-# more the smaller the share (docs/few_bits.md); bits by layer or head, by what rounding costs, answer less than these.
+# more the smaller the share (docs/quantisation.md); bits by layer or head, by what rounding costs, answer less.
 BITS_BY_BYTES = ((Fraction(3, 32), 4, 4), (Fraction(3, 64), 4, 2), (Fraction(0), 3, 2))
 COMPACT, EVER = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
 
 
 @dataclass(frozen=True)
 class Rehearse(WaitingMethod):
-    """Keeps the tokens that the text itself would look at if it came again, and refits their weights and values.
+    """Keeps the tokens that the text itself would attend to if it were read again, and refits their weights and values.
 
-    Chunk by chunk, when all layers have taken the tokens:
+    Chunk by chunk, after all layers have read the tokens:
 
-        score    of token j: the most attention that any query gives it when the text comes again (`ops.replay_scores`)
+        score    of token j: the most attention any query gives it when the text is read again (`ops.replay_scores`)
         choose   sinks and the last `recent` tokens stay; the others compete, with `share=model` in all layers and heads
                  together, so that the mean over heads is the budget
-        refit    weights and values of what stays, so that the repeated queries see the mass and the output of the whole
-                 chunk (`refit.py`); a head that gains nothing on held-back queries stays as it is. With `refit=fold` a
-                 token that goes joins the kept one with the nearest key
+        refit    new weights and values for what stays, so that replayed queries see the mass and output of the whole
+                 chunk (`refit.py`); a head that gains nothing on held-out queries stays unchanged. With `refit=fold` a
+                 dropped token is merged with the kept one with the nearest key
 
-    With `replay=virtual` queries are rotated to the positions of a repetition, which rotary embeddings allow, and no
-    forward is needed. With `replay=exact` the model repeats the text in a second forward (`CompressedCache.replay`,
-    which `kvsketch.prefill` and `generate` call), which takes longer than the first. With `replay=learned` maps that
-    were fitted once for the model say what its queries and scores would be in a repetition (`replay_map.py`,
+    With `replay=virtual` queries are rotated to the positions of a second reading, which needs rotary embeddings and no
+    forward. With `replay=exact` the model reads the text in a second forward (`CompressedCache.replay`,
+    which `kvsketch.prefill` and `generate` call), which takes longer than the first. With `replay=learned` maps
+    that were fitted once for the model predict its queries and scores in a second reading (`replay_map.py`,
     `kvsketch fit`).
 
-    New tokens behind a prompt are kept whole until they are as many as a chunk, or `wait`, and are then rehearsed. With
-    `wait=compact` all tokens are, and `CompressedCache.compact` says which of them are rehearsed, and to what size. The
-    question is not known when the cache is compressed, and need not be.
+    New tokens after a prompt are stored uncompressed until there is a chunk of them, or `wait`, and are then
+    compressed. With `wait=compact` `CompressedCache.compact` says which tokens are compressed, and to what size. The
+    question need not be known when the cache is compressed.
 
     Scores and one budget for all heads as in KVzip (Kim et al., arXiv 2505.23416), which repeats the text in a second
     forward; refitting after Attention Matching (Zweiger et al., arXiv 2602.16284).
@@ -74,17 +77,18 @@ class Rehearse(WaitingMethod):
     family: ClassVar[str] = "summarise"
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#b3123d", "*")
-    placeless: ClassVar[str] = "for its weights are refitted to the distances of the text"
 
     recent: Size | int | str = 32
-    replay: str = option(VIRTUAL, "exact: the model repeats the text in a second forward; learned: a map", REPLAYS)
+    replay: str = option(VIRTUAL, "exact: the model reads the text again; learned: maps from kvsketch fit", REPLAYS)
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
-    chunk: int = option(2048, "tokens that are rehearsed together")
-    wait: int | str = option(512, "new tokens behind a prompt that wait to be rehearsed; compact: all, until told")
-    map: str = option("", "file of replay=learned, which `kvsketch fit` has written; empty: that of the model, if any")
-    loss: Size | str | None = option(None, "likelihood that a repetition may lose, such as 2%, in place of a budget")
+    chunk: int = option(2048, "tokens that are compressed together")
+    wait: int | str = option(
+        512, "new tokens after a prompt that are compressed together; compact: none until cache.compact"
+    )
+    map: str = option("", "file of replay=learned, written by `kvsketch fit`; empty: the file of the model, if any")
+    loss: Size | str | None = option(None, "largest loss of likelihood, such as 2%, instead of a budget")
     bits: int | str = 4
-    learned: ClassVar[ReplayMap | None] = None  # what `map` holds, once the model is known
+    learned: ReplayMap | None = carried()  # what `map` holds, once the model is known
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -107,6 +111,31 @@ class Rehearse(WaitingMethod):
         keys, values = next(bits for least, *bits in BITS_BY_BYTES if share >= least)
         return replace(self, key_bits=None if keys == FEW else keys, value_bits=None if values == FEW else values)
 
+    @property
+    def declared(self) -> Capabilities:
+        sized = SUPPORTED
+        if self.told:
+            sized = no("its tokens wait until they are compacted; use a number, as wait=512")
+        elif self.promises:
+            sized = no("with loss every text has a budget of its own; use budget")
+        repeats = no(f"with {'loss' if self.promises else f'replay={self.replay}'} the model repeats the text")
+        return replace(
+            super().declared,
+            batched=sized,
+            memory=sized,
+            documents=repeats if self.repeats else SUPPORTED,
+            latent=SUPPORTED if self.refit == "none" else no(f"refit={self.refit} rewrites values; use refit=none"),
+            stream=no("with loss several budgets are tried on the whole text") if self.promises else SUPPORTED,
+            vllm=sized and self.in_equal_pages,
+        )
+
+    @property
+    def in_equal_pages(self) -> Support:
+        if self.replay != VIRTUAL:
+            return no(f"nobody repeats a prompt as replay={self.replay} does; use replay={VIRTUAL}")
+        # A share of the prompt too: it is kept whole until all of it is there.
+        return SUPPORTED
+
     # score: what the text would look at if it came again
 
     @property
@@ -125,9 +154,7 @@ class Rehearse(WaitingMethod):
 
     def with_map(self, learned: ReplayMap) -> Self:
         """The method with the maps of a model (`cache.fitting`)."""
-        result = copy.copy(self)
-        result._set("learned", learned)
-        return result
+        return replace(self, learned=learned)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         if not (self.repeats and self.queue(table).wait_for_repetition()):
@@ -145,6 +172,10 @@ class Rehearse(WaitingMethod):
 
     def score(self, table: SlotTable, queries: Tensor) -> None:
         self.replayer(table).virtual(table, queries)
+
+    def score_part(self, table: SlotTable, queries: Tensor, lengths: Sequence[int], behind: int, end: int) -> None:
+        """Scores chunks of a text that will have `end` tokens, in front of the last `behind` that are there."""
+        self.replayer(table).virtual(table, queries, lengths, behind, end)
 
     def wants_sums_of(self, table: SlotTable) -> bool:
         # A third of a virtual replay on a CPU is done when a text has been read.
@@ -171,6 +202,7 @@ class Rehearse(WaitingMethod):
         changes = self._refitted(problems, answer[len(tables) :])
         del problems, marks
         for number, layout in enumerate(self.layouts(tables, answer[: len(tables)])):
+            pause()
             self._rebuild(tables[number], keep[number], layout, changes[number], behind)
         # Last, so that all of it is on its way while the device still refits.
         require_finite(tables)
@@ -215,8 +247,8 @@ class Rehearse(WaitingMethod):
         first = first_keys(table, self.sinks)
         sinks = first.flatten(0, 1) if first.shape[2] else None
         held = None
-        if table.bits.keys != PLAIN:
-            table.code("keys")
+        if table.context.bits.keys != PLAIN:
+            coding.code(table, "keys")
             held = newest(table, slots, behind)[0]
         folds = self.refit == "fold"
         worth = at_newest(table, self.worth(table), slots, behind) if folds else slots[:, :, :0].float()
@@ -227,7 +259,7 @@ class Rehearse(WaitingMethod):
             bare = (start + places[:, 0] < table.padding.view(-1, 1) + own).sum(1)
         return LayerProblems(
             state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, marks,
-            table.scale, sinks, bare,
+            table.forward.scale, sinks, bare,
         )  # fmt: skip
 
     def _refitted(self, problems: Sequence[LayerProblems], sizes: Sequence[Tensor]) -> dict[int, Changes]:
@@ -252,11 +284,11 @@ class Rehearse(WaitingMethod):
                 at = (slots + first.view(*slots.shape[:2], 1)).flatten()[at]
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
             weights.view(-1).index_copy_(0, at, changes.log_weights)
-            if not table.replace_at(at, changes.values):
+            if not coding.replace_at(table, at, changes.values):
                 values, changed = newest(table, slots, behind)[1].contiguous(), torch.full_like(slots, -1)
                 values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values)
                 changed.view(-1).index_copy_(0, changes.place, slots.flatten()[changes.place])
-                table.replace_values(changed, values)
+                coding.replace_values(table, changed, values)
         settle_slots(table, keep, layout, weights)
 
     # what it asks of models and callers
@@ -273,22 +305,8 @@ class Rehearse(WaitingMethod):
         # A repetition has queries of its own.
         return 0 if self.told and self.repeats else super().kept_heads(heads, query_heads)
 
-    @property
-    def continues(self) -> bool:
-        return not self.repeats
-
-    @property
-    def alone(self) -> str:  # type: ignore[override]
-        if self.told:
-            return "its tokens wait until they are compacted"
-        return "every text has a budget of its own" if self.promises else ""
-
     def stored_bytes(self, shape: LayerShape) -> int | None:
         return None if self.promises or self.told else super().stored_bytes(shape)
-
-    @property
-    def no_latents(self) -> str:
-        return "" if self.refit == "none" else f"refit={self.refit} rewrites values"
 
     @property
     def needs_angles(self) -> tuple[str, str] | None:

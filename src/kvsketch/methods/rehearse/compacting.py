@@ -57,7 +57,7 @@ def settle_whole(table: SlotTable, end: int) -> None:
     state = table.state_of(Waiting)
     if state.queries is not None:
         state.queries = state.queries[:, :, end - table.settled :].clone()
-    table.note(settled=end)
+    table.count(settled=end)
 
 
 def settle_behind(table: SlotTable, queries: Tensor, room: int) -> None:
@@ -66,7 +66,7 @@ def settle_behind(table: SlotTable, queries: Tensor, room: int) -> None:
     Scores were needed for the choice alone.
     """
     behind, state = queries.shape[2], table.state_of(Waiting)
-    table.note(settled=table.seen - behind)
+    table.count(settled=table.seen - behind)
     state.queries, state.score = lengthened(queries, behind + room), None
 
 

@@ -14,10 +14,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch import ops
 from kvsketch.methods.rehearse.refit import Slots, fold, queries_of, refit, solved, worth_it
 from kvsketch.ops.common.products import product
 from kvsketch.ops.take_rows import Sources, take_rows_of
+from kvsketch.slots.pauses import pause
 from kvsketch.slots.tensors import rows_of, uploaded
 
 # Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
@@ -85,6 +85,7 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
     everything = Everything.of(layers, stays, None if whole else there, near, sum(counts.tolist()), folds)
     begin = done = 0
     for batch, size in zip(batches, most, strict=True):
+        pause()
         own_layers, lengths = problems[batch, 0].unique_consecutive(return_counts=True)
         kept = [sum(part.tolist()) for part in counts[batch].split(lengths.tolist())]
         part, stayed = slice(begin, begin + len(batch)), slice(done, done + sum(kept))
@@ -211,7 +212,7 @@ def _fitted(one: LayerProblems, all_of: Everything, part: slice, stayed: slice, 
         result = refit(q, slots)
     at = all_of.place[stayed]
     return Changes(
-        all_of.token[stayed], result.log_weights.flatten()[at], ops.take_rows(result.values.flatten(0, 1), at)
+        all_of.token[stayed], result.log_weights.flatten()[at], result.values.flatten(0, 1).index_select(0, at)
     )
 
 

@@ -81,7 +81,7 @@ class Slots(NamedTuple):
         """The values of the kept slots; that of the first one stands where there is none."""
         first = torch.arange(len(self.kept), device=self.kept.device).unsqueeze(1) * self.values.shape[1]
         kept = torch.where(self.taken, self.kept, self.kept[:, :1]).clamp_min(0)
-        return ops.take_rows(self.values.flatten(0, 1), (first + kept).flatten()).view(*kept.shape, -1)
+        return self.values.flatten(0, 1).index_select(0, (first + kept).flatten()).view(*kept.shape, -1)
 
     def seen_by(self, q: Tensor) -> Kept:
         """What queries [N, Q, D] see of the kept slots, and of all."""

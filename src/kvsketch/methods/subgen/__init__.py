@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from typing import ClassVar
 
 from torch import Tensor
@@ -11,12 +12,12 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
-from kvsketch.methods.parameters import option
+from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
+from kvsketch.methods.parameters import SEED, Removed, option
 from kvsketch.methods.subgen import slots
 from kvsketch.methods.subgen.sketch import POLICIES
 from kvsketch.ops.fold_token import Plan
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.positions import POSITIONS, TEXT
 from kvsketch.slots.table import SlotTable
 
 NORMALIZERS = ("paper", "self", "clipped")
@@ -48,7 +49,7 @@ class SubGen(BudgetedMethod):
     - delta: here the radius at which greedy k-center covers the prompt's middle keys with `clusters` centres.
     - capacity: `policy=absorb` lets far keys join the nearest cluster once there is no room, `double` doubles delta and
       merges clusters, `grow` is the paper's unbounded form, whose clusters exceed the budget. With the last two every
-      step waits for the device.
+      step synchronises with the GPU.
     - normalizer: z / tau can be scaled arbitrarily when a heavy key is in one sum only. `clipped` bounds the ratio of
       the sums to [1 / rho, rho], `self` keeps the output among the values, `paper` does neither.
     - scale: the paper omits 1 / sqrt(d). Samples follow |v|^2, as in its proof; its text says |k|^2.
@@ -60,9 +61,8 @@ class SubGen(BudgetedMethod):
     look: ClassVar[tuple[str, ...]] = ("#c0432b", "o")
     random: ClassVar[bool] = True
     State: ClassVar[type[slots.Structure]] = slots.Structure
-    placeless: ClassVar[str] = "for it holds a token in several slots, whose weights estimate sums over the whole text"
     recent: Size | int | str = "25%"
-    positions: str = option(TEXT, "text alone: a token in several slots has no single place in the cache", POSITIONS)
+    seed: int = option(0, SEED)
     s: int | None = option(None, "samples; none: what sinks and window leave, half of it where there are clusters")
     t: int | None = option(None, "keys sampled from each cluster; none: 16, fewer in small budgets")
     clusters: int | None = option(None, "clusters of keys; none: as many as the budget leaves room for")
@@ -80,7 +80,9 @@ class SubGen(BudgetedMethod):
     rho: float = option(1.5, "with normalizer=clipped: the ratio of the two sums stays within [1 / rho, rho]")
     coalesce: bool = option(True, "copies of one sampled token share a slot; the output is the same")
     sampling: str = option("norms", "mixed draws every second sample uniformly, the others by squared norm", SAMPLINGS)
-    form: str = option("stream", "Algorithm 1; the papers' experiments are the method kcenter")
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **BudgetedMethod.removed, "form": Removed("stream", "the papers' experiments are the method kcenter"),
+    }  # fmt: skip
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -89,7 +91,6 @@ class SubGen(BudgetedMethod):
             self._require(name, size is None or (isinstance(size, int) and size > 0), "a whole number above 0, or none")
         self._require("delta", self.delta is None or _between(0, self.delta), "a distance of 0 or more, or none")
         self._require("rho", _between(1, self.rho), "a number of 1 or more")
-        self._require("form", self.form == "stream", "stream; the papers' experiments are the method kcenter")
         if self.budget_size.tokens is not None:
             self._require_room(self.budget_size.tokens)
 
@@ -103,12 +104,15 @@ class SubGen(BudgetedMethod):
         return self.policy == "absorb" or self.normalizer == "self"
 
     @property
-    def alone(self) -> str:
+    def declared(self) -> Capabilities:
+        fixed = SUPPORTED
         if not self._in_place:
-            return f"with policy={self.policy} and clusters its tables change their shape"
+            fixed = no(f"with policy={self.policy} and clusters its tables change their shape; use policy=absorb")
+        number = SUPPORTED
         if self.budget_size.share is not None:
-            return "a share of the prompt gives each row samples of another number; use budget=1024 or another number"
-        return ""
+            number = no("a share of the prompt gives each row another number of samples; use a number, as budget=1024")
+        places = no("it holds a token in several slots, whose weights estimate sums over the whole text")
+        return replace(super().declared, batched=fixed and number, memory=fixed, cache_positions=places)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         if self._in_place:
@@ -144,7 +148,12 @@ class SubGen(BudgetedMethod):
     def health(self, table: SlotTable, queries: Tensor) -> Tensor:  # [B, Hq, n]
         """log of the numerator's weights over the denominator, for each query: near 0 when both sums agree."""
         _, (log_num, log_den) = ops.weighted_attention(
-            queries, table.key_slots(), table.value_slots(), *table.log_weights(), table.scale, return_state=True
+            queries,
+            table.key_slots(),
+            table.value_slots(),
+            *table.log_weights(),
+            table.forward.scale,
+            return_state=True,
         )
         return log_num - log_den
 
@@ -201,7 +210,7 @@ class SubGen(BudgetedMethod):
         total = self.row_budget(table).total
         budgets = total.flatten().tolist() if isinstance(total, Tensor) else [total] * table.shape[0]
         plans = [self.plan(budget) for budget in budgets]
-        seed, mixed = self.seed + table.seed, self.sampling == "mixed"
+        seed, mixed = self.seed + table.context.seed, self.sampling == "mixed"
         slots.rewrite(table, budgets, plans, self.policy, self.delta, self.coalesce, seed, mixed)
 
 

@@ -16,9 +16,11 @@ from kvsketch import ops
 from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, merge, used, with_room
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
+from kvsketch.slots import coding
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots.parts import NEG_INF
 from kvsketch.slots.state import ANY, Range, TableState, on_host, overwritten, per_row
-from kvsketch.slots.table import NEG_INF, SlotTable
+from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import gather_slots
 
 FOREVER = 1 << 62
@@ -95,9 +97,9 @@ def rewrite(
 ) -> None:
     """Folds what has to leave the exact slots of a table in any state, and writes the table anew."""
     layout = None if table.exact else layout_of(table)
-    if table.bits:
+    if table.context.bits:
         # Draws and weights are those of the vectors that will be read: the sums stay unbiased.
-        table.code()
+        coding.code(table)
     tokens = exact_tokens(table, layout)
     batch, heads = tokens.keys.shape[:2]
     device = tokens.keys.device
@@ -113,7 +115,7 @@ def rewrite(
 
     room = layout if layout is not None and table.shared else common_layout(plans)
     if layout is None:
-        sketch = Sketch.empty(tokens, *room[3:], seed, table.layer_idx, table.first_head, mixed)
+        sketch = Sketch.empty(tokens, *room[3:], seed, table.context.layer_idx, table.context.first_head, mixed)
         sketch = replace(sketch, sizes=plan[:, 3:])
     else:
         sketch = sketch_of(table, layout)
@@ -164,7 +166,7 @@ def plans_of(table: SlotTable) -> list[Plan]:
 
 def state_of(table: SlotTable) -> State:
     """The tensors of a bounded table as the decode step takes them."""
-    state, held = table.state_of(Structure), table.bounded
+    state, held = table.state_of(Structure), table
     return State(
         *table.stores(), held.index, held.log_num, held.log_den, held.next_slot, held.clock,
         table.padding, state.plan, state.representatives, state.counts, state.delta, state.mu, state.shares,

@@ -3,25 +3,45 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from kvsketch.methods.infinigen import speculation
-from kvsketch.methods.infinigen.state import Learned
-from kvsketch.methods.parameters import option
-from kvsketch.methods.recall import RecallingMethod
+from kvsketch.methods.parameters import Removed, option
+from kvsketch.methods.recall import Recalled, RecallingMethod
 from kvsketch.slots import offloaded
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.heads import mean_over_heads
+from kvsketch.slots.state import Range, number, per_row
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import filled
 
 GROWTH = 2
-QUERIES = ("own", "previous")
+
+
+@dataclass
+class Learned(Recalled):
+    """What InfiniGen remembers of a layer."""
+
+    gram: Tensor | None = per_row()  # [B, H, D, D] float32, sum of q q^T over a prompt, until its last chunk is read
+    skew: Tensor | None = per_row()  # [B, H, D, p], the directions along which queries are longest
+    partial: Tensor | None = per_row()  # [B, H, tokens, p], every key along them
+    # [B] int64, tokens that a row had when it learned its directions, 0: it has none yet
+    learned: Tensor | None = per_row(lambda t, s: Range(t.shape[:1], 0, t.seen))
+    learn_next: int = number()  # tokens seen when the next row learns; 0: none has yet
+
+    @property
+    def indexed(self) -> bool:
+        return self.partial is not None
+
+    def index_parts(self) -> tuple[Tensor, Tensor]:
+        """Directions and partial keys."""
+        assert self.skew is not None and self.partial is not None
+        return self.skew, self.partial
 
 
 @dataclass(frozen=True)
@@ -34,8 +54,8 @@ class InfiniGen(RecallingMethod):
         s'_i = scale * <rotated q, rotated k_i> over p channels
 
     is compared with the largest: tokens with s'_i > max - alpha matter. Their number, in the mean over the query heads
-    of a row and at most the budget, is how many of its best tokens each head reads, beside its own. Attention over them
-    is exact.
+    of a row and at most the budget, is how many of its best tokens each head reads, in addition to its own.
+    Attention over them is exact.
 
     A row learns its directions when it reaches its budget, from the queries of that forward (a whole prompt, or one
     token) and, where these leave directions undecided, from all its keys. It learns again whenever its tokens have
@@ -46,9 +66,7 @@ class InfiniGen(RecallingMethod):
     itself, per batch row and KV head, not from a calibration text; columns are taken by their sum of squares; and the
     query that scores is the layer's own. The authors multiply the input of the layer before with this layer's query
     weights, because they must start copying early; here nothing is copied early, and the layer's own query makes the
-    choice that theirs approximates. `speculate=previous` predicts the query from that of the layer before, by a linear
-    map learned from the prompt (`speculation.py`); the first layer, a layer after one that is not compressed, and a
-    prompt of a single token use their own query.
+    choice that theirs approximates.
     """
 
     name: ClassVar[str] = "infinigen"
@@ -62,9 +80,10 @@ class InfiniGen(RecallingMethod):
         5.0,
         "distance from the largest score, in logits, within which a token is read (authors: 4 for OPT, 5 for Llama)",
     )
-    speculate: str = option(
-        "own", "whose query chooses: the layer's own, or one predicted from the layer before", QUERIES
-    )
+    removed: ClassVar[Mapping[str, Removed]] = {
+        **RecallingMethod.removed,
+        "speculate": Removed("own", "nothing is copied early, so that the layer's own query chooses at no cost"),
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -97,15 +116,6 @@ class InfiniGen(RecallingMethod):
         if self.selects(table) and end >= self._learns_at(table):
             state, gram = table.state_of(self.State), gram_of(table, queries)
             state.gram = gram if state.gram is None else gram.add_(state.gram)
-        if self.speculate == "previous" and queries.shape[2] > 1:
-            if table.head_group:
-                raise ValueError(
-                    "infinigen: speculate=previous maps all heads of a layer at once, and here they are divided among "
-                    "processes; use speculate=own"
-                )
-            if self.selects(table):
-                speculation.learn(table, queries)
-            speculation.leave(table, queries)
         super().compress(table, queries)
 
     def index(self, table: SlotTable) -> None:
@@ -163,19 +173,10 @@ class InfiniGen(RecallingMethod):
         if present.shape[2] < table.seen:
             state.partial = filled(present, table.seen + max(64, table.seen // 8) - present.shape[2])
 
-    def index_bytes(self, shape: LayerShape) -> int | None:
-        if self.speculate == "previous":
-            return None
+    def index_bytes(self, shape: LayerShape) -> int:
         directions = math.ceil(self.ratio * shape.size)
         partial = shape.tokens + max(64, shape.tokens // 8)
         return shape.all_heads * shape.itemsize * directions * (partial + shape.size) + 8 * shape.batch
-
-    def attend(
-        self, table: SlotTable, query: Tensor, softcap: float | None = None, sink_logits: Tensor | None = None
-    ) -> Tensor | None:
-        if self.speculate == "previous":
-            speculation.note(table, query)
-        return super().attend(table, query, softcap, sink_logits)
 
     def rows_chosen(self, table: SlotTable, query: Tensor) -> Tensor | None:  # [B, Hq, rows_read] int32
         """The tokens each query head reads, best first, -1 behind the last."""
@@ -183,11 +184,9 @@ class InfiniGen(RecallingMethod):
             return None
         # The step's own token needs a place among the scores.
         self._reserve(table)
-        if self.speculate == "previous":
-            query = speculation.speculate(table, query)
         skew, partial = table.state_of(self.State).index_parts()
         rotated = query.view(query.shape[0], skew.shape[1], -1, query.shape[3]) @ skew
-        scores = (rotated @ partial.mT).float().flatten(1, 2) * table.scale  # [B, Hq, N]
+        scores = (rotated @ partial.mT).float().flatten(1, 2) * table.forward.scale  # [B, Hq, N]
         token = torch.arange(scores.shape[-1], device=scores.device)
         newest = table.seen_on_device() - 1
         hidden = token >= newest
