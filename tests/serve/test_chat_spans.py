@@ -72,11 +72,51 @@ def test_a_turn_reads_its_own_tokens_and_results_become_small(chat: Any) -> None
     assert held[0] < held[1] < held[3] and held[3] < 0.9 * full[3]
 
 
-def test_without_spans_nothing_is_kept_and_usage_is_as_ever(chat: Any, server: Server) -> None:
+def transcript(turns: int, **changed: str) -> list[dict[str, Any]]:
+    """A chat of so many turns up to its next answer; `changed`: another text for the last question."""
+    messages = [RULES]
+    for number in range(turns):
+        messages += [*turn(number), {"role": "assistant", "content": f"It says that all is well with {number}."}]
+    messages.pop()
+    return [*messages[:-1], messages[-1] | changed]
+
+
+def test_an_answer_does_not_depend_on_what_was_asked_before(chat: Any, server: Server) -> None:
+    """Turns in their order, each of them twice, an early one again, an edited one, and another chat that begins alike:
+    all get the answer of a server that has just started.
+    """
+    chats = server.service.engine._chats
+    last, early, edited = transcript(5), transcript(3), transcript(4, content="Which door must stay closed?")
+    other = [*transcript(3), {"role": "assistant", "content": "No."}, {"role": "user", "content": "Why? " * 20}]
+    asked = [each for turns in range(1, 5) for each in [transcript(turns)] * 2]
+    asked += [last, last, early, last, edited, edited, other, transcript(4), other, last, early]
+
+    def said(messages: list[dict[str, Any]]) -> tuple[list[str], list[float], int]:
+        answer = chat(messages, extra_body=EIGHTH, logprobs=True)
+        tokens = answer.choices[0].logprobs.content
+        cached = answer.usage.prompt_tokens_details.cached_tokens
+        return [each.token for each in tokens], [each.logprob for each in tokens], cached
+
+    def alone(messages: list[dict[str, Any]]) -> tuple[list[str], list[float], int]:
+        chats._held.clear()
+        return said(messages)
+
+    expected = [alone(messages) for messages in asked]
+    assert all(cached == 0 for _, _, cached in expected)
+    chats._held.clear()
+    for number, (messages, (tokens, likely, _)) in enumerate(zip(asked, expected, strict=True)):
+        result, scores, cached = said(messages)
+        assert result == tokens and scores == pytest.approx(likely, abs=1e-3), number
+        if number and (messages == asked[number - 1] or number < 10):
+            assert cached > 50, "a turn that goes on, and one that is repeated, are not read anew"
+
+
+def test_without_spans_nothing_is_kept(chat: Any, server: Server) -> None:
     before = server.service.engine.state().chats
     for options in ({}, {"extra_body": {"kvsketch": {"spans": {}}}}):
         usage = chat([RULES, *turn(7)], **options).usage
-        assert usage.prompt_tokens_details.cached_tokens == 0 and not hasattr(usage, "kvsketch")
+        assert usage.prompt_tokens_details.cached_tokens == 0
+        assert usage.kvsketch["prefill_tokens"] == usage.prompt_tokens and usage.kvsketch["repeated_tokens"] == 0
     assert server.service.engine.state().chats == before
 
 

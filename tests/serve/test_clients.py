@@ -20,10 +20,11 @@ for package in ("starlette", "prometheus_client", "uvicorn"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
+from kvsketch.serve.address import bind  # noqa: E402
 from kvsketch.serve.forms import Piece, ResponseForm  # noqa: E402
 from kvsketch.serve.requests import Request, Ticket  # noqa: E402
 from kvsketch.serve.schema import ChatAsked  # noqa: E402
-from kvsketch.serve.server import Server, bind, model_name, start_service  # noqa: E402
+from kvsketch.serve.server import Server, model_name, start_service  # noqa: E402
 from kvsketch.serve.service import Answer, Choice  # noqa: E402
 from kvsketch.serve.text import GrowingText, token_bytes, token_text  # noqa: E402
 from kvsketch.serve.tools import Call  # noqa: E402
@@ -163,7 +164,7 @@ def test_pages_of_named_origins_may_ask(server: Server) -> None:
 
 
 @pytest.mark.parametrize(
-    ("origin", "told"), [("*", "needs --api-key"), ("app.example", "is no origin"), ("https://a.example/x", "no path")]
+    ("origin", "told"), [("*", "set --api-key"), ("app.example", "is no origin"), ("https://a.example/x", "no path")]
 )
 def test_what_is_no_origin_is_named(server: Server, origin: str, told: str) -> None:
     with pytest.raises(ValueError, match=told.replace("no path", "without a path")):
@@ -290,7 +291,8 @@ def test_the_items_of_a_response_stand_in_the_order_in_which_they_came() -> None
 @pytest.mark.parametrize(
     ("change", "told"),
     [
-        ({"previous_response_id": "resp_1"}, "previous_response_id=.* is not supported"),
+        ({"previous_response_id": "resp_1"}, "there is no response 'resp_1' here"),
+        ({"truncation": "middle"}, "truncation: .*'auto' or 'disabled', got \"middle\""),
         ({"input": [{"type": "item_reference", "id": "x"}]}, "input.0: items of type 'item_reference' are not"),
         ({"input": [{"type": "function_call_output"}]}, "input.0: .*'function_call_output' needs the field 'output'"),
         ({"input": [{"type": "function_call", "name": "f"}]}, "input.0: .*needs the field 'arguments'"),

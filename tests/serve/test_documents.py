@@ -118,6 +118,30 @@ def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model:
     assert longer.add(TEXT).id == named.id
 
 
+def test_a_document_takes_its_full_twin_along_and_no_other(opened: Any) -> None:
+    store = opened()
+    full, small, other = (store.add(*args).id for args in ((TEXT, "", "full"), (TEXT,), (TEXT[::-1], "", "full")))
+    for each in (full, small, other):
+        assert settled(store, each).status == "ready"
+    assert store.delete(small) == [small, full]
+    assert [each.id for each in store.documents()] == [other]
+    small, full = store.add(TEXT).id, store.add(TEXT, method="full").id
+    assert store.delete(full) == [full] and store.get(small)
+
+
+def test_pages_and_notes_stay_with_a_document(opened: Any) -> None:
+    store = opened()
+    plain, paged = (
+        store.add(TEXT).id,
+        store.add(TEXT, "a.pdf", None, ((0, "page 1"), (9, "page 2")), "read as Latin-1").id,
+    )
+    assert plain != paged and store.add(TEXT, "a.pdf", None, ((0, "page 1"), (9, "page 2"))).id == paged
+    store.close()
+    again = opened()
+    assert again.places(paged) == [(0, "page 1"), (9, "page 2")] and again.places(plain) == []
+    assert again.get(paged).note == "read as Latin-1" and again.get(plain).note is None
+
+
 def test_a_client_names_the_method_as_the_server_was_given_it(opened: Any) -> None:
     asked = "h2o:bytes=1/2:sinks=2:recent=8"
     store = opened(method=asked)

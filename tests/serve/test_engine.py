@@ -237,16 +237,16 @@ def test_a_long_prompt_does_not_stop_the_others(start: Any) -> None:
 def test_a_prompt_that_is_read_whole_does_not_stop_the_others(start: Any) -> None:
     """Others take steps between its layers, and it is given up there."""
     method = with_budget("h2o", 16)
-    engine = start(method, prefill="exact", longest=500)
+    engine = start(method, prefill="exact", longest=500, pause=1e-9)
     talker = engine.submit(Request(prompt(0, 4), 40))
     next(iter(talker))
     seen: list[int] = []
     layers = engine._between_layers
-    engine._between_layers = lambda run: (layers(run), seen.append(len(talker.tokens)))  # type: ignore[assignment]
+    engine._between_layers = lambda run, tokens: (layers(run, tokens), seen.append(len(talker.tokens)))  # type: ignore[assignment]
     answer = list(engine.submit(Request(prompt(1, 60), 3)))
     assert answer == answer_alone(method, prompt(1, 60), 3, CompressedCache(model(), method))
     assert seen[0] < seen[1]
-    engine._between_layers = lambda run: (run.ticket.cancel(), layers(run))  # type: ignore[assignment]
+    engine._between_layers = lambda run, tokens: (run.ticket.cancel(), layers(run, tokens))  # type: ignore[assignment]
     given_up = engine.submit(Request(prompt(2, 60), 3))
     assert given_up.wait(20) and given_up.finish_reason == "cancelled"
     assert list(talker) == answer_alone(method, prompt(0, 4), 40, CompressedCache(model(), method))
@@ -355,7 +355,7 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
     ],
 )
 def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str) -> None:
-    assert reason in shared_rows.alone(zoo.build(family), method)
+    assert reason in str(shared_rows.batched(zoo.build(family), method).reason)
     with pytest.raises(ValueError, match=reason):
         shared_rows.SharedRows(zoo.build(family), method, rows=2, longest=50)
 
@@ -363,7 +363,7 @@ def test_what_cannot_share_tables_says_why(family: str, method: str, reason: str
 def test_requests_that_share_no_tables_take_turns(start: Any) -> None:
     method = with_budget("quest", 16)
     engine = start(method, rows=2, prefill="exact")
-    assert "one request at a time" in engine.alone
+    assert "one request at a time" in str(engine.batched.reason)
     together: list[int] = []
     tickets = [engine.submit(Request(prompt(i, 20 + 9 * i), 8)) for i in range(3)]
     tickets[1].on_token(lambda token: together.append(engine.state().running))

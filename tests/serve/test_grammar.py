@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import threading
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
@@ -15,7 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.tiny import save_tiny_model
 
-pytest.importorskip("llguidance", reason="not installed: pip install 'kvsketch[grammar]'")
+pytest.importorskip("llguidance", reason="not installed: pip install 'kvsketch[serve]'")
 for package in ("starlette", "prometheus_client", "uvicorn"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
@@ -161,11 +162,73 @@ def test_what_cannot_be_followed_is_refused(client: Any, monkeypatch: pytest.Mon
         client.chat.completions.create(messages=ASK, response_format=wrong, **MANY)
     monkeypatch.setitem(sys.modules, "llguidance", None)
     other = {**FORMAT, "json_schema": {"name": "x", "schema": {"type": "object", "description": "not parsed before"}}}
-    with pytest.raises(openai.BadRequestError, match=r"response_format needs .* pip install 'kvsketch\[grammar\]'"):
+    with pytest.raises(openai.BadRequestError, match=r"response_format needs .* pip install 'kvsketch\[serve\]'"):
         client.chat.completions.create(messages=ASK, response_format=other, **MANY)
     call: Any = {"tools": TOOLS[1:], "tool_choice": "required"}
     with pytest.raises(openai.BadRequestError, match="tool_choice needs the package llguidance"):
         client.chat.completions.create(messages=ASK, **call, **MANY)
+
+
+def schema_format(schema: Any) -> Any:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+LOOP: Any = {"$ref": "#/$defs/a", "$defs": {"a": {"anyOf": [{"$ref": "#/$defs/b"}]}, "b": {"$ref": "#/$defs/a"}}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"enum": []}, "Unsatisfiable"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "Unsatisfiable"),
+        ({"$ref": "#"}, "no answer satisfies the schema"),
+        (LOOP, "no answer satisfies the schema"),
+        (
+            {"type": "object", "properties": {"a": {"$ref": "#/$defs/a"}}, "required": ["a"], "$defs": LOOP["$defs"]},
+            "it allows nothing to follow; a part of the schema has no value",
+        ),
+    ],
+)
+def test_a_schema_that_nothing_satisfies_is_refused(client: Any, schema: Any, told: str) -> None:
+    with pytest.raises(openai.BadRequestError, match=told) as refused:
+        client.chat.completions.create(messages=ASK, response_format=schema_format(schema), **MANY)
+    assert refused.value.param == "response_format"
+    tools = [{"type": "function", "function": {"name": "paint", "parameters": schema}}]
+    if "required" not in schema and "type" not in schema:
+        with pytest.raises(openai.BadRequestError):
+            client.chat.completions.create(messages=ASK, tools=tools, tool_choice="required", **MANY)
+
+
+def test_a_slow_grammar_holds_up_nobody_else(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    tokenizer = loaded[1]
+    grammars, go, begun = Grammars(tokenizer, len(tokenizer), frozenset({0})), threading.Event(), threading.Event()
+    parse, slow, parsed = grammars._parsed, grammars.json({"const": "slow"}), []
+
+    def parse_slowly(grammar: str) -> Any:
+        parsed.append(grammar)
+        if grammar == slow:
+            begun.set()
+            assert go.wait(60)
+        return parse(grammar)
+
+    monkeypatch.setattr(grammars, "_parsed", parse_slowly)
+    made: list[Any] = []
+    waiting = [threading.Thread(target=lambda: made.append(grammars.guides(slow)()), daemon=True) for _ in range(2)]
+    other = threading.Thread(target=lambda: made.append(grammars.guides(grammars.json({"const": 1}))()), daemon=True)
+    for thread in waiting:
+        thread.start()
+    assert begun.wait(60)
+    other.start()
+    other.join(60)
+    assert len(made) == 1, "the other grammar does not wait"
+    go.set()
+    for thread in waiting:
+        thread.join(60)
+    assert len(made) == 3 and parsed.count(slow) == 1
+    with pytest.raises(ValueError, match="objekt"):
+        grammars.guides(grammars.json({"type": "objekt"}))
+    with pytest.raises(ValueError, match="1,048,576 is the most"):
+        grammars.guides(grammars.json({"const": "x" * 2**20}))
 
 
 @pytest.mark.parametrize("depth", [450, 480, 490])

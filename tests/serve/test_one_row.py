@@ -109,7 +109,7 @@ def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: BatchedEngin
     running = engine.submit(Request(IDS, 9))
     assert gate.reached.wait(30)
     waiting = [engine.submit(Request(IDS, 2)) for _ in range(2)]
-    with pytest.raises(Full, match="2 requests wait"):
+    with pytest.raises(Full, match="2 requests waiting"):
         engine.submit(Request(IDS, 2))
     waiting[0].cancel()
     late = engine.submit(Request(IDS, 2))

@@ -204,8 +204,9 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
     )
     listed = call(server, "GET", "/v1/documents")[1]["data"]
     assert {number, full} == {each["id"] for each in listed}
-    for each in (number, full):
-        assert call(server, "DELETE", f"/v1/documents/{each}")[1]["deleted"]
+    gone = call(server, "DELETE", f"/v1/documents/{number}")[1]
+    assert gone == {"id": number, "object": "document.deleted", "deleted": True, "also_deleted": [full]}
+    assert call(server, "GET", "/v1/documents")[1]["data"] == []
     with pytest.raises(openai.NotFoundError, match="there is no document"):
         client.chat.completions.create(model="tiny", **options, extra_body={"document": number})
 
@@ -231,6 +232,7 @@ def test_a_document_is_read_once_and_named_in_requests(client: Any, server: Serv
         ({"model": "tinny"}, 404, "this server has 'tiny'; did you mean 'tiny'"),
         ({"max_tokens": 5000}, 400, "exceed this server's 4,096"),
         ({"document": "doc-1"}, 404, "'doc-1' is no document id"),
+        ({"document": ["doc-1", "doc-2"]}, 400, "a question is about one document; ask each of them, or send their"),
         ({"messages": [{"role": "user", "content": "x" * 30_000}]}, 413, "larger than 20,000 bytes"),
         ({"messages": [{"role": "user", "content": "a\ud800b"}]}, 400, r"0.content: '.ud800' at place 1 is half of a"),
         ({"messages": [{"role": "user", "content": [{"type": "text", "text": "\udfff"}]}]}, 400, "text: .* is half"),
@@ -287,6 +289,27 @@ def test_a_form_that_cannot_be_read_is_refused(server: Server, kind: str, name: 
     assert (status, bool(re.search(told, answer["error"]["message"]))) == (400, True), answer
 
 
+def test_files_of_one_form_are_one_document_with_places_and_notes(server: Server) -> None:
+    files = {"a.txt": "Die Brücke 🚢\r\nist lang.".encode(), "b.txt": "Der Fluß".encode("latin-1")}
+    part = b'--x\r\nContent-Disposition: form-data; name="file"; filename="%s"\r\n\r\n%s\r\n'
+    body = b"".join(part % (name.encode(), data) for name, data in files.items()) + b"--x--\r\n"
+    status, document, _ = call(server, "POST", "/v1/documents", body, **FORM_TYPE)
+    assert status in (200, 202) and document["name"] == "a.txt, b.txt"
+    assert document["note"].startswith("b.txt is not UTF-8")
+    number, documents = document["id"], server.service.documents
+    assert settled(documents, number).status == "ready"
+    assert documents.text(number) == "File a.txt:\n\nDie Brücke 🚢\nist lang.\n\nFile b.txt:\n\nDer Fluß"
+    places = call(server, "GET", f"/v1/documents/{number}/passages")[1]["places"]
+    assert places == [[0, "a.txt"], [documents.text(number).index("File b"), "b.txt"]]
+    (documents.folder / number / "places.json").write_text('{"places": [["x", 1]]}')
+    assert call(server, "GET", f"/v1/documents/{number}/passages")[1]["places"] == []
+    assert call(server, "DELETE", f"/v1/documents/{number}")[1]["also_deleted"] == []
+    many = b"".join(part % (b"%d.txt" % n + b"n" * 150, b"text") for n in range(3)) + b"--x--\r\n"
+    status, document, _ = call(server, "POST", "/v1/documents", many, **FORM_TYPE)
+    assert document["name"].endswith("n and 2 more files") and len(document["name"]) <= 200
+    call(server, "DELETE", f"/v1/documents/{document['id']}")
+
+
 def test_a_full_disk_is_told(server: Server, monkeypatch: pytest.MonkeyPatch) -> None:
     before = sorted(server.service.documents.folder.iterdir())
 
@@ -326,7 +349,7 @@ def test_a_full_queue_sends_clients_away(client: Any, server: Server, slow: Slow
     options: Any = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "temperature": 0}
     streams = [client.completions.create(**options, stream=True) for _ in range(3)]
     assert wait_for(lambda: busy(server) == 3)
-    with pytest.raises(openai.RateLimitError, match="2 requests wait, and the queue has 2 places") as caught:
+    with pytest.raises(openai.RateLimitError, match="2 requests waiting, and the queue has 2 places") as caught:
         client.completions.create(**options)
     assert int(caught.value.response.headers["retry-after"]) >= 1
     for stream in streams:
@@ -390,8 +413,45 @@ def test_a_key_guards_everything_but_health_and_page(loaded: tuple[Any, Any], tm
             ("/v1/documents", 401),
         ):
             assert call(made, "GET", path)[0] == status
-        assert call(made, "GET", "/v1/models", Authorization="Bearer wrong")[0] == 401
+        for right in ("Bearer secret", "bearer secret", "BEARER  secret"):
+            assert call(made, "GET", "/v1/models", Authorization=right)[0] == 200
+        for wrong in ("Bearer wrong", "Basic secret", "Bearer", "bearersecret"):
+            assert call(made, "GET", "/v1/models", Authorization=wrong)[0] == 401
         assert [m.id for m in openai.OpenAI(base_url=address + "/v1", api_key="secret").models.list()] == ["tiny"]
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/health"])
+@pytest.mark.parametrize(
+    "headers",
+    [("Content-Length: 4", "Transfer-Encoding: chunked"), ("Transfer-Encoding: chunked", "content-length: 0")],
+)
+def test_a_request_with_two_lengths_is_refused_and_its_rest_is_no_request(
+    server: Server, path: str, headers: tuple[str, str]
+) -> None:
+    lines = (f"POST {path} HTTP/1.1", "Host: 127.0.0.1", *headers, "", "0", "", "GET /v1/models HTTP/1.1", "", "")
+    told = half_open(server, "\r\n".join(lines).encode()).makefile("rb").read()
+    assert told.startswith(b"HTTP/1.1 400 ") and told.count(b"HTTP/1.1") == 1
+    assert b"connection: close" in told.lower() and b"Content-Length or a Transfer-Encoding, not both" in told
+
+
+EXTREMES = (0, -1, 1e-300, 1e-45, 1e-40, 1e-8, 1, 2, 1e38, 1e300, 2**31, 2**63 - 1, 2**63, 2**64, 10**400, -(2**63))
+GREEDY = {"temperature": 1e-8, "top_p": 1e-8, "min_p": 1, "top_k": 1}  # at most, or at least for min_p
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed", "max_tokens", "n", "logprobs")
+
+
+@pytest.mark.parametrize("field", SAMPLING)
+def test_no_sampling_field_makes_a_request_fail(client: Any, server: Server, field: str) -> None:
+    """Extreme values are refused in words, or give an answer: the greedy one where nothing else can be drawn."""
+    head = '{"model": "tiny", "prompt": "Once", "max_tokens": 4, "temperature": 1.0, "seed": 3'
+    greedy = call(server, "POST", "/v1/completions", f'{head}, "temperature": 0}}'.encode())[1]["choices"][0]["text"]
+    for value in (*map(json.dumps, EXTREMES), "NaN", "Infinity", "-Infinity", '"nan"', '"1e-300"', "1e400", "true"):
+        status, answer, _ = call(server, "POST", "/v1/completions", f'{head}, "{field}": {value}}}'.encode())
+        assert status in (200, 400), (field, value, answer)
+        if status == 400:
+            assert answer["error"]["param"] in (field, "prompt"), (field, value, answer)
+        elif field in GREEDY and (number := float(json.loads(value))) > 0:
+            certain = number >= GREEDY[field] if field == "min_p" else number <= GREEDY[field]
+            assert not certain or answer["choices"][0]["text"] == greedy, (field, value)
 
 
 def test_metrics_tell_what_happened(client: Any, server: Server) -> None:
@@ -525,12 +585,26 @@ def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_p
     assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
 
 
-def test_a_pdf_beyond_the_limits_is_refused(
+def test_the_process_of_a_large_pdf_ends_with_its_client(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
+    service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
+    body = FORM % pdf.pdf(lines=100_000, picture=400_000)
+    with started(made := Server(service)):
+        raw = half_open(made, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
+        assert wait_for(lambda: len(pdf.readers()) == 1)
+        raw.close()
+        assert wait_for(lambda: pdf.readers() == [])
+
+
+def test_a_large_pdf_is_read_and_one_beyond_the_limits_is_refused(
     loaded: tuple[Any, Any], pdf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(app, "SENT", Limits(pages=3, seconds=30))
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
     with started(made := Server(service)):
+        large = FORM % pdf.pdf(pages=2, picture=400_000)
+        status, document, _ = call(made, "POST", "/v1/documents", large, **FORM_TYPE)
+        assert status in (200, 202), document
+        assert call(made, "GET", f"/v1/documents/{document['id']}/text")[1].split("\n\n") == ["The harbour is deep"] * 2
         status, answer, _ = call(made, "POST", "/v1/documents", FORM % pdf.pdf(pages=4), **FORM_TYPE)
         assert (status, answer["error"]["code"]) == (413, "document_too_large")
         assert "h.pdf is a PDF of more than 3 pages" in answer["error"]["message"]

@@ -139,6 +139,31 @@ def test_a_chat_that_goes_on_keeps_its_spans() -> None:
     assert len(before) > 3
 
 
+@pytest.mark.parametrize("name", [*TEMPLATES, "forgetful"])
+@pytest.mark.parametrize("tools", [(), TOOLS], ids=["", "tools"])
+def test_turns_end_where_they_did_when_the_chat_was_shorter(name: str, tools: Any) -> None:
+    """And the tokens up to there are the same, so that a cache which has read them goes on."""
+    made = template(name)
+    whole, ends = made.chat(MESSAGES, tools), spans.turn_ends(made, MESSAGES, tools, apart=1)
+    assert ends[0] > 0 and ends[-1] < len(whole)
+    for count in (2, 5, 7, 9):
+        ids, own = made.chat(MESSAGES[:count], tools), spans.turn_ends(made, MESSAGES[:count], tools, apart=1)
+        assert ids[: own[-1]] == whole[: own[-1]] and own == ends[: len(own)]
+        # What opens the answer comes behind.
+        said = made.tokenizer.decode(ids[own[-1] :])
+        assert "assistant" in said and MESSAGES[count - 1]["content"].strip() not in said
+    assert len(ends) == 5
+
+
+def test_ends_of_turns_lie_apart_and_depend_on_what_is_before_them_alone() -> None:
+    made = template("qwen")
+    every, some = (spans.turn_ends(made, MESSAGES, TOOLS, apart) for apart in (1, 64))
+    assert {*some} < {*every} and all(b - a >= 64 for a, b in itertools.pairwise((0, *some)))
+    assert spans.turn_ends(made, MESSAGES[:5], TOOLS) == some[: len(spans.turn_ends(made, MESSAGES[:5], TOOLS))]
+    made.places = lambda text: []  # type: ignore[method-assign]
+    assert spans.turn_ends(made, MESSAGES, TOOLS) == ()
+
+
 @pytest.mark.parametrize(
     ("given", "told"),
     [

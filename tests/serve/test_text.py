@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import AutoTokenizer
+from tokenizers import Tokenizer, decoders
+from tokenizers.models import BPE
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 import kvsketch
 from kvsketch.decode import asking
@@ -46,6 +48,38 @@ def test_a_character_comes_whole(tokenizer: Any) -> None:
     assert [piece for piece in pieces if piece] == ["n", "é", " ", "€"]
     cut = GrowingText(tokenizer)
     assert cut.put(tokenizer("€")["input_ids"][0]) == "" and cut.end() == "\ufffd"
+
+
+@pytest.fixture(scope="module")
+def pieces_with_spaces() -> PreTrainedTokenizerFast:
+    """Pieces that begin with the mark of a space, and bytes for what is no piece, as Llama 2 has them."""
+    names = ["<unk>", "<s>", "\u2581a", "\u2581b", "c", *(f"<0x{byte:02X}>" for byte in range(256))]
+    made = Tokenizer(
+        BPE({name: number for number, name in enumerate(names)}, [], unk_token="<unk>", byte_fallback=True)
+    )
+    marks = decoders.Replace("\u2581", " ")
+    made.decoder = decoders.Sequence([marks, decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
+    result = PreTrainedTokenizerFast(tokenizer_object=made)
+    result.add_special_tokens({"bos_token": "<s>"})
+    return result
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        ("\u2581a <s> \u2581b c <s> c", "a bcc"),
+        ("<s> \u2581a \u2581b", "a b"),
+        ("\u2581a <0xC3> <0xA9> \u2581b", "a\u00e9 b"),
+        ("\u2581a <0xF0> <0x9F>", "a\ufffd\ufffd"),
+    ],
+)
+def test_pieces_are_together_what_the_tokens_are(
+    pieces_with_spaces: PreTrainedTokenizerFast, names: str, text: str
+) -> None:
+    """Spaces behind special tokens, characters of several bytes, and one that is cut off at the end."""
+    growing, ids = GrowingText(pieces_with_spaces), pieces_with_spaces.convert_tokens_to_ids(names.split())
+    assert "".join([*(growing.put(token) for token in ids), growing.end()]) == text
+    assert pieces_with_spaces.decode(ids, skip_special_tokens=True, clean_up_tokenization_spaces=False) == text
 
 
 @pytest.mark.parametrize("template", [TEMPLATE, None])

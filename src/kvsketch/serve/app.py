@@ -1,4 +1,6 @@
-"""The routes: OpenAI's chat completions and completions, documents, health, metrics, and the page."""
+"""The routes: OpenAI's chat completions, completions and responses, Anthropic's messages, documents, health, metrics,
+and the page.
+"""
 
 from __future__ import annotations
 
@@ -28,10 +30,13 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
+from kvsketch.serve.anthropic_forms import MessageForm, error_body, error_event, model_info, model_list
+from kvsketch.serve.anthropic_schema import VERSION, CountAsked, MessagesAsked
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
-from kvsketch.serve.files import SENT, Stopped, TooLarge, is_pdf, text_of
+from kvsketch.serve.files import SENT, FileText, Stopped, TooLarge, joined, kind_of, read_file
 from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm
+from kvsketch.serve.grammar import Unsatisfiable
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import (
     ApiError,
@@ -41,11 +46,14 @@ from kvsketch.serve.schema import (
     DocumentSent,
     ResponseAsked,
     did_you_mean,
+    named,
     parsed,
 )
 from kvsketch.serve.service import Answer, Choice, Service
 
-MOST_OPENED = 2  # PDFs that are read at the same time
+MOST_OPENED = 2  # files that are converted at the same time
+MOST_FILES = 100  # of one document
+LONGEST_NAME = 200  # characters
 HEARTBEAT = 10.0  # seconds without a token after which a comment keeps a stream alive
 LARGEST_BODY = 32 * 2**20
 LOOPBACK = ("localhost", "127.0.0.1", "::1")
@@ -58,15 +66,21 @@ MISSING = {
     "/v1/audio/transcriptions": "sound: this server runs a language model that reads texts; send what was said as text",
     "/v1/moderations": "moderation: this server runs a language model that writes texts",
 }
+VERSION_HEADER = "anthropic-version"  # with all requests of Anthropic's clients
 UNLOGGED = ("/health", "/metrics")  # asked for every few seconds
+DATE = re.compile(r"\d{4}-\d\d-\d\d")
 REQUEST_ID = re.compile(r"[\w.:-]{1,128}")
 CLIENT_GONE = 499
 LONGEST_NOTE = 300  # characters
 NOTE = "kvsketch.note"  # in the scope of a request: words for its line in the log
-KINDS = {".html": "text/html", ".css": "text/css", ".js": "text/javascript"}
-PAGE = {  # file -> what it is and how browsers call that
-    each.name: (each, KINDS[kind])
-    for each in resources.files("kvsketch.serve").joinpath("page").iterdir()
+KINDS = {
+    ".html": "text/html", ".css": "text/css", ".js": "text/javascript", ".mjs": "text/javascript",
+    ".md": "text/markdown",
+}  # fmt: skip
+PAGE = {  # path -> the file and how browsers call its kind
+    f"{folder}{each.name}": (each, KINDS[kind])
+    for folder in ("", "vendor/")
+    for each in resources.files("kvsketch.serve").joinpath("page").joinpath(folder).iterdir()
     if (kind := os.path.splitext(each.name)[1]) in KINDS
 }
 OPEN = ("/health", "/", *(f"/{name}" for name in PAGE), "/favicon.ico")  # without a key; they tell nothing
@@ -124,27 +138,33 @@ def require_origins(cors: Sequence[str], api_key: str | None) -> None:
     """ValueError names an origin that no browser would send, or that would let everybody in."""
     for origin in cors:
         if origin == "*" and api_key is None:
-            raise ValueError("--cors '*' lets every site that a browser has open use the server; it needs --api-key")
+            raise ValueError("--cors '*' allows every web site to use the server; set --api-key")
         parts = urlsplit(origin)
         whole = f"{parts.scheme}://{parts.netloc}"
         if origin != "*" and (parts.scheme not in ("http", "https") or not parts.hostname or origin != whole):
             raise ValueError(f"--cors {origin!r} is no origin; use https://host or https://host:port, without a path")
 
 
-def _told(error: ApiError) -> Response:
-    return JSONResponse(error.body(), error.status, error.headers)
+def _told(scope: Any, error: ApiError) -> Response:
+    """A refusal in the dialect of the request."""
+    return JSONResponse(error_body(error) if _is_anthropic(scope) else error.body(), error.status, error.headers)
+
+
+def _is_anthropic(scope: Any) -> bool:
+    """Whether a request is one of Anthropic's clients: some paths are those of OpenAI's too."""
+    return str(scope["path"]).startswith("/v1/messages") or VERSION_HEADER in Headers(scope=scope)
 
 
 async def _refused(request: Request, error: Exception) -> Response:
     assert isinstance(error, ApiError)
     request.scope[NOTE] = error.message
-    return _told(error)
+    return _told(request.scope, error)
 
 
 async def _http_error(request: Request, error: Exception) -> Response:
     assert isinstance(error, HTTPException)
     known = {404: f"there is nothing at {request.url.path}", 405: f"{request.url.path} does not take {request.method}"}
-    return _told(ApiError(error.status_code, known.get(error.status_code, error.detail)))
+    return _told(request.scope, ApiError(error.status_code, known.get(error.status_code, error.detail)))
 
 
 async def _gone(_: Request, error: Exception) -> Response:
@@ -152,17 +172,18 @@ async def _gone(_: Request, error: Exception) -> Response:
     return Response(status_code=CLIENT_GONE)
 
 
-async def _os_error(_: Request, error: Exception) -> Response:
+async def _os_error(request: Request, error: Exception) -> Response:
     """A full disk is told; what else the system refuses is a failure."""
     if getattr(error, "errno", None) not in (errno.ENOSPC, errno.EDQUOT):
         raise error
     log.error("the disk is full: %s", error)
-    return _told(ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full"))
+    full = ApiError(507, "the server's disk is full; delete documents, or free some space", "disk_full")
+    return _told(request.scope, full)
 
 
-async def _failed(_: Request, error: Exception) -> Response:
+async def _failed(request: Request, error: Exception) -> Response:
     log.error("a request failed", exc_info=error)
-    return _told(ApiError(500, f"{type(error).__name__}: {error}", "internal_error"))
+    return _told(request.scope, ApiError(500, f"{type(error).__name__}: {error}", "internal_error"))
 
 
 class Gate:
@@ -185,7 +206,7 @@ class Gate:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": number})
+                MutableHeaders(scope=message).update({**HEADERS, "x-request-id": number, "request-id": number})
                 self.service.metrics.responses.labels(_known(route), message["status"]).inc()
             await send(message)
 
@@ -202,31 +223,35 @@ class Gate:
                 raise crowded
             self._check(headers, path, scope["method"])
         except ApiError as error:
-            # What is still to come of a body that is too large is not read.
-            extra = {**error.headers, **({"Connection": "close"} if error.status == 413 else {})}
             scope[NOTE] = error.message
-            await JSONResponse(error.body(), error.status, extra)(scope, receive, send)
+            await _told(scope, error)(scope, receive, send)
             return
         await self.app(scope, self._counting(receive), send)
 
     def _check(self, headers: Headers, path: str, method: str) -> None:
         length = headers.get("content-length", "0")
+        if "transfer-encoding" in headers and "content-length" in headers:
+            # A proxy in front may go by the other one, and see another request in the rest.
+            message = "a request has a Content-Length or a Transfer-Encoding, not both; leave one out"
+            raise ApiError(400, message, "invalid_header", "content-length", close=True)
         if length.isdigit() and int(length) > self.largest:
             raise _too_large(self.largest)
         if self.key is None:
             self._require_near(headers)
         elif path not in OPEN:
-            given = headers.get("authorization", "").removeprefix("Bearer ")
-            if not hmac.compare_digest(given.encode(), self.key.encode()):
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            keys = (given.strip() if scheme.lower() == "bearer" else "", headers.get("x-api-key", ""))
+            if not any(hmac.compare_digest(each.encode(), self.key.encode()) for each in keys):
                 raise ApiError(
-                    401, "the API key is missing or wrong: send Authorization: Bearer KEY", "invalid_api_key"
-                )
+                    401, "the API key is missing or wrong: send Authorization: Bearer KEY, or x-api-key: KEY",
+                    "invalid_api_key",
+                )  # fmt: skip
 
     def _require_near(self, headers: Headers) -> None:
         """Without a key, other sites that a browser on this machine has open must not reach the server."""
         host = _split(headers, "host", "//").hostname
         if host not in LOOPBACK:
-            raise ApiError(403, f"without an API key only local addresses are served, not {host!r}; set --api-key")
+            raise ApiError(403, f"without an API key only local addresses are allowed, not {host!r}; set --api-key")
         origin = headers.get("origin")
         if origin is None or origin in self.origins or _split(headers, "origin").netloc == headers.get("host"):
             return
@@ -269,12 +294,16 @@ def _split(headers: Headers, name: str, before: str = "") -> SplitResult:
 
 def _known(path: str) -> str:
     """A path as a label: made-up ones must not fill the memory of the counters."""
-    known = ("/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/models", "/v1/documents", "/metrics")
-    return path if path in (*known, "/v1/documents/{id}", *OPEN, *MISSING) else "other"
+    known = (
+        "/v1/chat/completions", "/v1/completions", "/v1/responses", "/v1/messages", "/v1/messages/count_tokens",
+        "/v1/models", "/v1/documents", "/v1/documents/{id}", "/metrics",
+    )  # fmt: skip
+    return path if path in (*known, *OPEN, *MISSING) else "other"
 
 
 def _too_large(most: int) -> ApiError:
-    return ApiError(413, f"the body is larger than {most:,} bytes", "body_too_large")
+    # What is still to come of it is not read.
+    return ApiError(413, f"the body is larger than {most:,} bytes", "body_too_large", close=True)
 
 
 class Routes:
@@ -287,6 +316,9 @@ class Routes:
             Route("/v1/chat/completions", self.chat, methods=["POST"]),
             Route("/v1/completions", self.completion, methods=["POST"]),
             Route("/v1/responses", self.response, methods=["POST"]),
+            Route("/v1/responses/{id}", self.delete_response, methods=["DELETE"]),
+            Route("/v1/messages", self.message, methods=["POST"]),
+            Route("/v1/messages/count_tokens", self.count, methods=["POST"]),
             Route("/v1/models", self.models),
             Route("/v1/models/{id:path}", self.model),
             Route("/v1/documents", self.documents, methods=["GET"]),
@@ -312,13 +344,29 @@ class Routes:
         return await self._answer(request, CompletionAsked, self.service.completion, form)
 
     async def response(self, request: Request) -> Response:
-        return await self._answer(request, ResponseAsked, self.service.response, ResponseForm())
+        form = ResponseForm(self.service.responses.keep)
+        return await self._answer(request, ResponseAsked, self.service.response, form)
+
+    async def delete_response(self, request: Request) -> Response:
+        self.service.responses.delete(number := request.path_params["id"])
+        return JSONResponse({"id": number, "object": "response", "deleted": True})
+
+    async def message(self, request: Request) -> Response:
+        _require_version(request)
+        return await self._answer(request, MessagesAsked, self.service.message, MessageForm())
+
+    async def count(self, request: Request) -> Response:
+        _require_version(request)
+        asked = parsed(CountAsked, await request.body())
+        return JSONResponse({"input_tokens": await run_in_threadpool(self.service.count, asked)})
 
     async def missing(self, request: Request) -> Response:
         raise ApiError(400, f"there are no {MISSING[request.url.path]}", "unsupported_endpoint")
 
-    async def _answer(self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: Form) -> Response:
-        asked: Asked = parsed(kind, await request.body())
+    async def _answer(
+        self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: Form | MessageForm
+    ) -> Response:
+        asked: Asked = await run_in_threadpool(parsed, kind, await request.body())
         answer = await run_in_threadpool(start, asked)
         gone = asyncio.create_task(_until_gone(request, answer.cancel))
         if asked.stream:
@@ -337,7 +385,9 @@ class Routes:
         finally:
             self._end(request, answer, gone)
 
-    async def _events(self, request: Request, answer: Answer, form: Form, gone: Any) -> AsyncIterator[str]:
+    async def _events(
+        self, request: Request, answer: Answer, form: Form | MessageForm, gone: Any
+    ) -> AsyncIterator[str]:
         try:
             for event in form.opening(answer):
                 yield event
@@ -346,7 +396,8 @@ class Routes:
             for event in form.closing(answer):
                 yield event
         except ApiError as error:
-            yield f"data: {json.dumps(error.body())}\n\n"
+            anthropic = isinstance(form, MessageForm)
+            yield error_event(error) if anthropic else f"data: {json.dumps(error.body())}\n\n"
         finally:
             self._end(request, answer, gone)
 
@@ -368,9 +419,10 @@ class Routes:
     async def add_document(self, request: Request) -> Response:
         kind = request.headers.get("content-type", "").partition(";")[0].strip().lower()
         if kind == "application/json":
-            sent = parsed(DocumentSent, await request.body())
+            sent = await run_in_threadpool(parsed, DocumentSent, await request.body())
+            file = FileText(sent.text)
         elif kind == "multipart/form-data":
-            sent = await self._uploaded(request)
+            sent, file = await self._uploaded(request)
         else:
             raise ApiError(415, f"Content-Type {kind!r} is none of application/json, multipart/form-data", "bad_type")
         allowed = ("full", str(self.service.method))
@@ -378,38 +430,46 @@ class Routes:
             raise ApiError(
                 400, f"method={sent.method!r}: this server reads with {' or '.join(allowed)}", param="method"
             )
-        add = self.service.documents.add
+        add, note = self.service.documents.add, "; ".join(file.notes) or None
         try:
-            document = await run_in_threadpool(add, sent.text, sent.name, sent.method)
+            document = await run_in_threadpool(add, sent.text, sent.name, sent.method, file.places, note)
         except ValueError as error:
             raise ApiError(400, str(error), "invalid_document", "text") from None
         except Full as error:
             raise ApiError(429, str(error), "queue_full", retry_after=30) from None
         return JSONResponse(asdict(document), 202 if document.status != "ready" else 200)
 
-    async def _uploaded(self, request: Request) -> DocumentSent:
+    async def _uploaded(self, request: Request) -> tuple[DocumentSent, FileText]:
+        """The file of a form; several are joined into one document."""
         try:
-            async with request.form(max_files=1, max_fields=4, max_part_size=self.largest) as form:
+            async with request.form(max_files=MOST_FILES, max_fields=4, max_part_size=self.largest) as form:
                 fields = {name: value for name, value in form.items() if isinstance(value, str)}
-                file = form.get("file")
-                if not isinstance(file, UploadFile):
+                sent = [each for each in form.getlist("file") if isinstance(each, UploadFile)]
+                if not sent:
                     raise ApiError(400, "the form has no file in its field 'file'", "missing_parameter", "file")
-                data, name = await file.read(), fields.setdefault("name", (file.filename or "")[:200])
+                parts = [(each.filename or "", await each.read()) for each in sent]
         except UnicodeError as error:  # the client chooses the charset, and some fail in ways of their own
             raise ApiError(400, f"the form cannot be read: {error}", "invalid_form") from None
-        text = await self._opened(request, data, name or "the file")
-        return parsed(DocumentSent, json.dumps({**fields, "text": text}).encode())
+        fields.setdefault("name", _names([name for name, _ in parts]))
+        if len(parts) == 1:
+            file = await self._opened(request, parts[0][1], fields["name"] or "the file")
+        else:
+            names = [name or f"file {number}" for number, (name, _) in enumerate(parts, 1)]
+            texts = [await self._opened(request, data, name) for name, (_, data) in zip(names, parts, strict=True)]
+            file = joined(list(zip(names, texts, strict=True)))
+        whole = json.dumps({**fields, "text": file.text}).encode()
+        return await run_in_threadpool(parsed, DocumentSent, whole), file
 
-    async def _opened(self, request: Request, data: bytes, name: str) -> str:
-        """The text of a file; a PDF is left when its client goes or the server stops."""
+    async def _opened(self, request: Request, data: bytes, name: str) -> FileText:
+        """The text of a file; one that is being converted is left when its client goes or the server stops."""
         gone = asyncio.create_task(_until_gone(request))
 
         def wanted() -> bool:
             return not (gone.done() or self.service.stopping)
 
         try:
-            async with self._turn if is_pdf(data) else contextlib.nullcontext():
-                return await run_in_threadpool(text_of, data, name, SENT, wanted)
+            async with self._turn if kind_of(data, name) else contextlib.nullcontext():
+                return await run_in_threadpool(read_file, data, name, SENT, wanted)
         except TooLarge as error:
             raise ApiError(413, str(error), "document_too_large", "file") from None
         except (ValueError, ImportError) as error:
@@ -426,16 +486,17 @@ class Routes:
         return JSONResponse(asdict(document))
 
     async def delete_document(self, request: Request) -> Response:
-        number = request.path_params["id"]
-        await self._of_document(request, self.service.documents.delete)
-        return JSONResponse({"id": number, "object": "document.deleted", "deleted": True})
+        number, *others = await self._of_document(request, self.service.documents.delete)
+        content = {"id": number, "object": "document.deleted", "deleted": True}
+        return JSONResponse({**content, "also_deleted": others})
 
     async def text(self, request: Request) -> Response:
         return Response(await self._of_document(request, self.service.documents.text), media_type="text/plain")
 
     async def passages(self, request: Request) -> Response:
         runs = await self._of_document(request, self.service.documents.passages)
-        return JSONResponse({"object": "list", "data": runs})
+        places = await self._of_document(request, self.service.documents.places)
+        return JSONResponse({"object": "list", "data": runs, "places": places})
 
     async def _of_document(self, request: Request, what: Callable[[str], Any]) -> Any:
         try:
@@ -448,15 +509,16 @@ class Routes:
     # the rest
 
     async def models(self, request: Request) -> Response:
-        return JSONResponse({"object": "list", "data": await run_in_threadpool(self.service.models)})
+        known = await run_in_threadpool(self.service.models)
+        return JSONResponse(model_list(known) if _is_anthropic(request.scope) else {"object": "list", "data": known})
 
     async def model(self, request: Request) -> Response:
         wanted = request.path_params["id"]
         known = {each["id"]: each for each in await run_in_threadpool(self.service.models)}
         if wanted not in known:
-            told = did_you_mean(wanted, known) or "; GET /v1/models lists them"
-            raise ApiError(404, f"there is no model {wanted!r}{told}", "model_not_found")
-        return JSONResponse(known[wanted])
+            told = await run_in_threadpool(did_you_mean, wanted, known) or "; GET /v1/models lists them"
+            raise ApiError(404, f"there is no model {named(wanted)!r}{told}", "model_not_found")
+        return JSONResponse(model_info(known[wanted]) if _is_anthropic(request.scope) else known[wanted])
 
     async def health(self, request: Request) -> Response:
         return JSONResponse({"status": "ok"})
@@ -468,6 +530,22 @@ class Routes:
     async def page(self, name: str, request: Request) -> Response:
         file, kind = PAGE[name]
         return Response(file.read_bytes(), media_type=kind, headers=PAGE_HEADERS)
+
+
+def _names(files: list[str]) -> str:
+    """The name of a document of these files."""
+    whole = ", ".join(each for each in files if each)
+    if len(files) == 1 or len(whole) <= LONGEST_NAME:
+        return whole[:LONGEST_NAME]
+    more = f" and {len(files) - 1} more files"
+    return files[0][: LONGEST_NAME - len(more)] + more
+
+
+def _require_version(request: Request) -> None:
+    """ApiError for a version of Anthropic's dialect whose events look different; they are dates."""
+    version = request.headers.get(VERSION_HEADER, VERSION)
+    if not DATE.fullmatch(version) or version < VERSION:
+        raise ApiError(400, f"{VERSION_HEADER}: {version!r} is not understood; send {VERSION} or later", "bad_version")
 
 
 async def _until_gone(request: Request, then: Callable[[], None] = lambda: None) -> None:
@@ -553,13 +631,15 @@ def _reason(choice: Choice) -> Any:
     if choice.text.stopped:
         return "stop"
     ticket = choice.ticket
+    if isinstance(ticket.error, Unsatisfiable):
+        raise ApiError(400, str(ticket.error), "invalid_value", "response_format")
     if ticket.finish_reason == "error":
         log.error("request %s failed", ticket.request.id, exc_info=ticket.error)
         if isinstance(ticket.error, ApiError):
             raise ticket.error
         raise ApiError(500, f"the answer failed: {type(ticket.error).__name__}: {ticket.error}", "generation_failed")
     if ticket.finish_reason == "cancelled":
-        raise _stopping("the answer was broken off")
+        raise _stopping("the answer was interrupted")
     return ticket.finish_reason
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Self
 
 from torch import Tensor
 
@@ -20,16 +20,34 @@ class GivenUp(Exception):
 
 
 class WatchedCache(CompressedCache):
-    """A cache that calls `watch` before each layer takes its tokens: a way to see how far a prompt is, and to stop."""
+    """A cache that calls `watch(tokens)` before each layer takes so many tokens: a way to see how far a prompt is, to
+    let others take a step, and to stop.
+    """
 
-    watch: Callable[[], None] | None = None
+    watch: Callable[[int], None] | None = None
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
         if self.watch is not None:
-            self.watch()
+            self.watch(key_states.shape[2])
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A copy that nobody watches."""
+        watch, self.watch = self.watch, None
+        try:
+            return super().__deepcopy__(memo)
+        finally:
+            self.watch = watch
+
+    def compact(self, *args: Any, **kwargs: Any) -> int:
+        """As `CompressedCache.compact`; what the model repeats for it is no part of a prompt."""
+        watch, self.watch = self.watch, None
+        try:
+            return super().compact(*args, **kwargs)
+        finally:
+            self.watch = watch
 
 
 class Caches:
@@ -49,7 +67,7 @@ class Caches:
         """
         if document is None:
             return self.spare.pop() if self.spare else WatchedCache(self.model, self.method, **self.options)
-        beside = str(document.method) == WHOLE and self.differ(document) and not document.why_not_continued()
+        beside = str(document.method) == WHOLE and self.differ(document) and bool(document.can_be_continued)
         return document.continued() if shares or beside else copy.deepcopy(document)
 
     def give_back(self, run: Run) -> None:

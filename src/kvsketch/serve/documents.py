@@ -2,6 +2,7 @@
 
     FOLDER/doc-1234.../document.json    name, method, model, number of tokens
                        text.txt         what is read
+                       places.json      the first character and the name of each page, where there are pages
                        held.json        what its cache holds, once it is read
                        cache.kvs        the cache (`cache.save`); with it the document is ready
 
@@ -9,8 +10,8 @@ A document's folder appears under its name in one step, its cache too. Whatever 
 one finds whole documents, and reads again those without a cache. Several servers may share a folder: a lock says who
 reads a document, and the operating system frees it when a process dies.
 
-The id of a document is made of its text, model and method: the same text again is the same document. Links in the
-folder are not followed: what is behind one is no document.
+The id of a document is made of its text, pages, model and method: the same file again is the same document. Links in
+the folder are not followed: what is behind one is no document.
 """
 
 from __future__ import annotations
@@ -91,9 +92,11 @@ class Document:
     full_bytes: int | None = None
     slots: list[list[int]] | None = None
     promise: str | None = None  # of the loss, and the curve that was tried
+    note: str | None = None  # what the reader of its text should know
     object: str = "document"
 
 
+PLACES = TypeAdapter(list[tuple[int, str]])
 KINDS = {
     name: TypeAdapter(kind, config=ConfigDict(strict=True, allow_inf_nan=False))
     for name, kind in get_type_hints(Document).items()
@@ -189,7 +192,7 @@ class DocumentStore:
         if not whole or len(facts) < len(FACTS) or facts["id"] != number:
             # No file, or one that lacks what every document has.
             raise Unknown(f"there is no document {number!r}; GET /v1/documents lists them")
-        document = Document(**facts)
+        document = Document(**facts, **_facts(content, ("note",)))
         identity: Any = content.get("identity", {})
         if is_plain_file(path / "cache.kvs"):
             held_facts = _facts(_content(path / "held.json"), HELD_FACTS)
@@ -227,6 +230,15 @@ class DocumentStore:
         """Which passages of the text the cache holds (`held.passages`)."""
         return held.passages(self.tokenizer, self.text(number), self.cache(number))
 
+    def places(self, number: str) -> list[tuple[int, str]]:
+        """Where the pages of a document begin: [first character, name] of each."""
+        self.get(number)
+        path = self._path(number) / "places.json"
+        try:
+            return PLACES.validate_python(_content(path).get("places", []))
+        except ValueError:
+            return []
+
     def _path(self, number: str) -> Path:
         if not ID.fullmatch(number):
             raise Unknown(f"{number!r} is no document id; GET /v1/documents lists them")
@@ -260,9 +272,16 @@ class DocumentStore:
 
     # what changes
 
-    def add(self, text: str, name: str = "", method: str | None = None) -> Document:
+    def add(
+        self,
+        text: str,
+        name: str = "",
+        method: str | None = None,
+        places: Sequence[tuple[int, str]] = (),
+        note: str | None = None,
+    ) -> Document:
         """Takes a text and starts to read it; a text that is there already costs nothing. ValueError for one that
-        cannot be read, Full when too many wait.
+        cannot be read, Full when too many wait. `places` and `note`: those of a file (`files.FileText`).
         """
         chosen = self.method if method is None else self._named(method)
         if method is not None and (file := getattr(chosen, "map", "")):
@@ -270,20 +289,21 @@ class DocumentStore:
         if not text.strip():
             raise ValueError("the document is empty; there is nothing to ask about")
         if "\0" in text:
-            raise ValueError("the document is not text; send plain text, Markdown or PDF")
+            raise ValueError("the document is not text; send the text itself, or a file in a form")
         tokens = document_ids(self.tokenizer, text).shape[1]
         if self.most_tokens is not None and tokens >= self.most_tokens:
             raise ValueError(f"the document has {tokens:,} tokens and this server reads up to {self.most_tokens:,}")
         if method is None and tokens < self.whole_below:
             chosen = parse_method(WHOLE)
-        made_of = json.dumps([text, self.identity, chosen.full_text(), self._options], sort_keys=True)
+        parts = [text, self.identity, chosen.full_text(), self._options, *([places] if places else [])]
+        made_of = json.dumps(parts, sort_keys=True)
         number = "doc-" + hashlib.sha256(made_of.encode()).hexdigest()[:24]
         with self._lock:
             if not self._is_known(number):
                 if sum(not each.error for each in self._reading.values()) >= MOST_WAITING:
                     raise Full(f"{MOST_WAITING} documents wait to be read")
                 document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
-                self._create(document, chosen, text)
+                self._create(replace(document, note=note), chosen, text, places)
             if self.get(number).status in ("waiting", "failed"):
                 self._start(number)
         return self.get(number)
@@ -295,9 +315,27 @@ class DocumentStore:
             return False
         return True
 
-    def delete(self, number: str) -> None:
-        """Removes a document, also while it is read; Unknown where there is none."""
-        self.get(number)
+    def delete(self, number: str) -> list[str]:
+        """Removes a document, also while it is read, and with it the reading of its text with the full cache, which is
+        there for comparisons; their ids. Unknown where there is none.
+        """
+        gone = [number, *self._full_twins(self.get(number))]
+        for each in gone:
+            self._delete(each)
+        return gone
+
+    def _full_twins(self, document: Document) -> list[str]:
+        if document.method == WHOLE:
+            return []
+        same = (document.model, document.characters, WHOLE)
+        text, result = self.text(document.id), []
+        for each in self.documents():
+            with contextlib.suppress(Unknown, FileNotFoundError):
+                if (each.model, each.characters, each.method) == same and self.text(each.id) == text:
+                    result.append(each.id)
+        return result
+
+    def _delete(self, number: str) -> None:
         with self._lock:
             if number in self._reading:
                 self._reading[number].cancelled = True
@@ -320,13 +358,15 @@ class DocumentStore:
         self._queue.put(None)
         self._reader.join()
 
-    def _create(self, document: Document, method: Method, text: str) -> None:
-        facts = {key: getattr(document, key) for key in FACTS}
+    def _create(self, document: Document, method: Method, text: str, places: Sequence[tuple[int, str]]) -> None:
+        facts = {key: getattr(document, key) for key in (*FACTS, *(["note"] if document.note else []))}
         work = self._work_path("new", document.id)
         remove(work)
         try:
             work.mkdir()
             (work / "text.txt").write_text(text, encoding="utf-8")
+            if places:
+                write_json(work / "places.json", {"places": list(places)})
             write_json(work / "document.json", {**facts, "recipe": method.full_text(), "identity": self.identity})
             if not self._is_known(document.id):
                 # What is there under its name is no document, such as a damaged one or a link.
@@ -402,7 +442,7 @@ class DocumentStore:
         method = parse_method(str(read_json(path / "document.json")["recipe"]), importing=False)
         cache = WatchedCache(self.model, method, **self._options)
 
-        def watch() -> None:
+        def watch(tokens: int) -> None:
             if reading.cancelled or self._closed.is_set():
                 raise GivenUp
             lengths = interrupted.lengths(cache.layers)

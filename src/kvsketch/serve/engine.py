@@ -9,15 +9,17 @@ The life of a request:
 
 One thread does all work with the model. Between two steps one chunk of one prompt is read: in turn the prompt that came
 first, so that none waits for ever, and the one with the least left, so that a short one does not wait for a long one.
-A prompt that is read whole (prefill="exact") lets the others take a step between its layers, after as much work.
+The others take a step between its layers too, as often as they would wait too long for the next one (`pace`).
 The tokens of a step are read while the next one runs on the device; what a row does after its end is thrown away.
+
+A chat goes on in a copy of the cache that an earlier turn has left (`chats`), and its row joins as others do.
 
 Requests that name a document continue it (`CompressedCache.continued`): it lies in the tables once, and their rows hold
 what they have read and said themselves.
 
 A request whose row cannot join yet, or not at all, takes its steps by itself, in turn with the others: texts too short
 for codes, rows of a document that was read by another method or is kept whole, all requests of a method whose rows
-share no tables (`decode.shared.alone`), and those of an engine of one row, which needs no tables beside its cache.
+share no tables (`decode.shared.batched`), and those of an engine of one row, which needs no tables beside its cache.
 """
 
 from __future__ import annotations
@@ -27,6 +29,7 @@ import functools
 import secrets
 import threading
 from collections import Counter, deque
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,30 +41,36 @@ from kvsketch.cache.memory import in_tokens
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.decode.captured import turn_of
 from kvsketch.decode.sampling import NO_TOKEN, Draw
-from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, alone, with_bits
+from kvsketch.decode.shared import LONGEST, RowFailed, SharedRows, batched
 from kvsketch.defaults import CHUNK, SEED
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.methods.capabilities import SUPPORTED, no
 from kvsketch.serve.caches import Caches, GivenUp, WatchedCache
-from kvsketch.serve.chats import CHAT, Chats
+from kvsketch.serve.chats import CHAT, Chats, Chunks, Prefix, read_spans, read_turns
+from kvsketch.serve.grammar import STUCK, Unsatisfiable
+from kvsketch.serve.held import FullCache
 from kvsketch.serve.own_steps import OwnSteps
+from kvsketch.serve.pace import PART, PAUSE_CPU, PAUSE_GPU, READ, Pace
 from kvsketch.serve.requests import EngineState, FinishReason, Request, Ticket, not_finite
 from kvsketch.serve.schedule import Run, Schedule
 from kvsketch.serve.tokens import Tokens, guide_rows
 from kvsketch.slots.codes import NotFinite
+from kvsketch.slots.pauses import letting
 
 
 def usual_prefill(model: Any, method: str | Method) -> str:
     """How prompts are read: as a stream between the steps of the others; whole where requests share no step, and by
     methods whose heads share a budget, so that all of it is divided at once.
     """
-    return "exact" if parse_method(method).ragged or alone(model, method) else "stream"
+    return "exact" if parse_method(method).ragged or not batched(model, method) else "stream"
 
 
 @dataclass
 class Counts:
     steps: int = 0
     prompt_tokens: int = 0
+    cached_tokens: int = 0
     generated_tokens: int = 0
     finished: Counter[str] = field(default_factory=Counter)
 
@@ -88,8 +97,11 @@ class BatchedEngine:
     tokens of `kvsketch.generate` with such a cache. `documents`: those that requests name lie in the tables once for
     all of them, and a greedy request gets the tokens of `kvsketch.generate` with `document.continued()`; without it a
     step has fewer launches and every row holds a copy. `chat_bytes`: of the caches of chats that wait for their next
-    turn; these take their steps by themselves, with caches of their own (`CHAT`). `alone` says why requests share no
-    tables and take turns; empty: one step serves them all.
+    turn; 0: every turn reads its transcript anew, as one prompt. Chats whose spans grow small have caches of their own
+    (`CHAT`) and take their steps by themselves. `chats_go_on`: whether others go on in the caches of earlier turns.
+    `pause`: the seconds that running requests wait for their next token while prompts are read, as far as a layer or a
+    part of a rehearsal takes no longer. `batched`: whether one step serves them all; its reason says why requests share
+    no tables and take turns.
     """
 
     def __init__(
@@ -108,22 +120,21 @@ class BatchedEngine:
         fused: bool = True,
         documents: bool = False,
         chat_bytes: float = float("inf"),
+        pause: float | None = None,
     ) -> None:
         for name, value in (("rows", rows), ("longest", longest), ("readers", readers)):
             if value < 1:
                 raise ValueError(f"{name}={value} is too small; use 1 or more")
         self.model, self.method = model, in_tokens(method, model)
         self.queue, self.readers = queue, readers
-        self.prefill, self._chunk = prefill or usual_prefill(model, self.method), chunk
+        self.prefill = prefill or usual_prefill(model, self.method)
         self._shared_options: dict[str, Any] = {
             "rows": rows, "longest": longest, "memory": memory, "seed": seed, "fused": fused,
             "documents": documents,
         }  # fmt: skip
-        self.alone = alone(model, self.method) or ("one request at a time: rows=1" if rows == 1 else "")
-        if not self.alone:
-            self.method = with_bits(model, self.method)
+        self.batched = batched(model, self.method) and (SUPPORTED if rows > 1 else no("one request at a time: rows=1"))
         self.rows, self.device = rows, torch.device(model.device)
-        self.longest = longest if self.alone else min(longest, LONGEST)
+        self.longest = min(longest, LONGEST) if self.batched else longest
         self._vocabulary = model.get_output_embeddings().weight.shape[0]
         self._shared = self._new_shared()
         self.bytes_per_row = None if self._shared is None else self._shared.device_bytes // rows
@@ -131,7 +142,12 @@ class BatchedEngine:
         self._on_the_way: deque[Tokens] = deque()
         self._caches = Caches(model, self.method, readers, seed=seed, prefill=self.prefill, chunk=chunk)
         self._chats = Chats(lambda: WatchedCache(model, CHAT, seed=seed, chunk=chunk), chat_bytes)
+        # What stays for one question is no measure for the next.
+        self.chats_go_on = chat_bytes > 0 and not self.method.looks_at_question
+        on_gpu = self.device.type == "cuda"
+        self._pace = Pace(pause or (PAUSE_GPU if on_gpu else PAUSE_CPU), behind=on_gpu)
         self._own_steps = OwnSteps(model, fused)
+        self._full_cache = FullCache(model)
         self._counts = Counts()
         self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
         self._thread.start()
@@ -161,10 +177,11 @@ class BatchedEngine:
                 rows=self.rows, queue=self.queue,
                 tokens_seen=sum(seen), tokens_stored=sum(stored),
                 device_bytes=shared + sum(cache.device_bytes for cache in own) + self._chats.device_bytes,
-                chats=len(self._chats),
+                chats=len(self._chats), chat_bytes=self._chats.device_bytes,
                 bytes_per_row=self.bytes_per_row,
                 documents_laid=0 if self._shared is None else self._shared.laid_documents,
-                steps=counts.steps, prompt_tokens=counts.prompt_tokens, generated_tokens=counts.generated_tokens,
+                steps=counts.steps, prompt_tokens=counts.prompt_tokens, cached_tokens=counts.cached_tokens,
+                generated_tokens=counts.generated_tokens,
                 finished=dict(counts.finished),
             )  # fmt: skip
 
@@ -213,12 +230,15 @@ class BatchedEngine:
 
     def _decode(self) -> None:
         """One token for every request that runs."""
-        try:
-            self._step()
-            self._deliver(keep=1 if self._schedule.running and self.device.type == "cuda" else 0)
-        except Exception as error:
-            self._start_over(error)
-        self._step_alone()
+        waited = bool(self._schedule.running)
+        with letting(None):
+            try:
+                self._step()
+                self._deliver(keep=1 if self._schedule.running and self.device.type == "cuda" else 0)
+            except Exception as error:
+                self._start_over(error)
+            self._step_alone()
+        self._pace.stepped(waited)
 
     def _drop_cancelled(self) -> None:
         for run in [run for run in self._schedule.runs if run.ticket.cancelled]:
@@ -259,26 +279,55 @@ class BatchedEngine:
         return None if taken + slots > self._shared.store.slots else (slots, False)
 
     def _start(self, ticket: Ticket, slots: int, shares: bool) -> None:
-        request, known = ticket.request, 0
-        cache: CompressedCache
-        if request.compaction is None:
-            cache = self._caches.take(request.document, shares)
-        else:
-            cache, known = self._chats.open(request.ids, request.compaction.shares)
-            ticket.cached_tokens = known
+        request = ticket.request
         draw = Draw(1, self.device, self._vocabulary)
         seed = secrets.randbits(63) if request.seed is None else request.seed
         taste = (request.top_k, request.min_p, request.repetition_penalty)
         draw.set(0, request.temperature, request.top_p, seed, *taste, request.ids)
-        ids = torch.tensor([request.ids[known:]], device=self.device)
+        ids = torch.tensor([request.ids], device=self.device)
         guide = None if request.guide is None else request.guide()
         if guide is not None:
             draw.allowed[0].copy_(guide.allowed())
         mode = Draw.mode(request.temperature, request.top_p, *taste, guided=guide is not None)
-        run = Run(ticket, cache, draw, mode, guide, slots, shares, read_chunks(self.model, ids, cache), known)
+        cache, known, chunks = self._begin(ticket, ids, shares)
+        run = Run(ticket, cache, draw, mode, guide, slots, shares, chunks, known)
         if isinstance(cache, WatchedCache):
-            cache.watch = functools.partial(self._between_layers, run) if cache.prefill == "exact" else None
+            cache.watch = functools.partial(self._between_layers, run)
         self._schedule.read(run)
+
+    def _begin(self, ticket: Ticket, ids: Tensor, shares: bool) -> tuple[CompressedCache, int, Chunks]:
+        """A cache for a prompt `ids` [1, n], how many of its tokens it has read, and the reading of the rest."""
+        request, known = ticket.request, 0
+        cache: CompressedCache
+        if (chat := request.compaction) is not None:
+            cache, known = self._chats.open(request.ids, chat.shares, chat.spans, chat.end)
+            chunks = read_spans(self.model, ids, known, cache, chat, ticket.note_repeated)
+        elif request.document is not None or not (request.turns and self.chats_go_on):
+            cache = self._caches.take(request.document, shares)
+            return cache, known, read_chunks(self.model, ids, cache)
+        elif (found := self._chats.copied(request.ids, request.turns)) is not None:
+            cache, prefix = found
+            known = cache.tokens_seen
+            chunks = read_turns(self.model, ids, known, cache, request.turns, self._keeping(request, cache, prefix))
+        else:
+            cache = self._caches.take(None, shares)
+            chunks = read_turns(self.model, ids, known, cache, request.turns, self._keeping(request, cache))
+        ticket.cached_tokens = known
+        self._counts.cached_tokens += known
+        return cache, known, chunks
+
+    def _keeping(self, request: Request, cache: CompressedCache, prefix: Prefix | None = None) -> Callable[[int], None]:
+        """What keeps a cache for later turns where its reading stops: at the end of the first turn, such as a system
+        prompt that other chats begin with too, and of the last.
+        """
+        ends = request.turns
+
+        def keep(end: int) -> None:
+            if end in (ends[0], ends[-1]):
+                here = tuple(each for each in ends if each <= end)
+                self._chats.keep_prefix(request.ids[:end], here, cache, prefix, goes_on=end < ends[-1])
+
+        return keep
 
     # reading
 
@@ -288,47 +337,52 @@ class BatchedEngine:
         run = self._schedule.next_to_read()
         assert run.chunks is not None
         try:
-            with turn_of(self.device):
+            # While the prompt is rehearsed, others take steps too; not while one of them is.
+            with turn_of(self.device), letting(functools.partial(self._let_step, PART, 1)):
                 read, logits = next(run.chunks)
-            self._counts.prompt_tokens += read - run.read
-            run.read = run.ticket.tokens_read = read
-            if run.left == 0:
+                self._counts.prompt_tokens += read - run.read
+                run.read = run.ticket.tokens_read = read
+                run.begun = 0
                 # What comes after the last chunk.
-                for _ in run.chunks:
+                for _ in run.chunks if run.left == 0 else ():
                     raise AssertionError("a prompt that has been read goes on")
+            if run.left == 0:
                 self._start_answer(run, logits)
         except GivenUp:
             self._end(run, "cancelled")
         except Exception as error:
             self._end(run, "error", error)
 
-    def _between_layers(self, run: Run) -> None:
-        """A layer is about to read the whole prompt of a run."""
+    def _between_layers(self, run: Run, tokens: int) -> None:
+        """A layer is about to read more tokens of the prompt of a run."""
         if run.chunks is None:
             return
         if run.ticket.cancelled:
             raise GivenUp
-        tokens, layers = run.left, len(run.cache.layers)
-        run.ticket.tokens_read = min(tokens, tokens * run.begun // layers)
+        done = tokens * run.begun // len(run.cache.layers)
+        run.ticket.tokens_read = run.read + min(tokens, done, run.left)  # a repetition is read too
         run.begun += 1
-        run.work += tokens
-        if run.work >= self._chunk * layers:
-            run.work = 0
+        self._let_step(READ, tokens)
+
+    def _let_step(self, kind: str, amount: int) -> None:
+        """So much work of a kind comes next: those that run take a step before it, if they would wait too long."""
+        if self._schedule.running and self._pace.due(kind, amount):
             self._decode()
+        self._pace.work(kind, amount)
 
     def _start_answer(self, run: Run, logits: Tensor) -> None:
         run.chunks, run.token = None, run.draw.choose(logits, run.mode)
         ticket = run.ticket
-        if (compaction := ticket.request.compaction) is not None:
-            ids = torch.tensor([ticket.request.ids], device=self.device)
-            with turn_of(self.device):
-                ticket.tokens_repeated = run.cache.compact(compaction.spans, compaction.shares, self.model, ids)
+        if ticket.request.compaction is not None:
             ticket.tokens_stored = run.cache.tokens_stored
         else:
             tables = [layer.table for layer in run.cache.slot_layers]
             budgets = [run.cache.method.budget_tokens(table) for table in tables]
             ticket.tokens_stored = None if None in budgets else max(budget for budget in budgets if budget is not None)
         ticket.device_bytes = run.cache.device_bytes
+        held = [run.cache] if not run.cache.tokens_before else [run.cache, ticket.request.document]
+        ticket.cache_bytes = sum(cache.device_bytes + cache.host_bytes for cache in held if cache is not None)
+        ticket.full_bytes = self._full_cache.bytes(ticket.prompt_tokens)
         self._schedule.answer(run)
         self._send(Tokens.of([run], run.token, [0], logits))
         if run in self._schedule.running:
@@ -377,7 +431,7 @@ class BatchedEngine:
                     guide_rows([run], self._on_the_way, run.draw)
                     # A row that is too short for codes joins before its step is recorded, and is fused until then.
                     short = run.cache.slot_layers[0].table.waits_for_codes
-                    capture = bool(self.alone) or short or self._caches.differ(run.cache)
+                    capture = not self.batched or short or self._caches.differ(run.cache)
                     tokens = self._own_steps.take(run, capture)
                     self._counts.steps += 1
                     self._send(tokens)
@@ -406,7 +460,8 @@ class BatchedEngine:
                 elif token == NO_TOKEN:
                     self._end(run, "error", not_finite(f"request {ticket.request.id}", self.model))
                 elif run.guide is not None and run.guide.error:
-                    self._end(run, "error", ValueError(f"the answer does not follow its grammar: {run.guide.error}"))
+                    kind = Unsatisfiable if run.guide.error == STUCK else ValueError
+                    self._end(run, "error", kind(f"the answer does not follow its grammar: {run.guide.error}"))
                 elif token in ticket.request.stop_ids:
                     self._end(run, "stop")
                 else:
@@ -462,7 +517,7 @@ class BatchedEngine:
             self._schedule.end()
 
     def _new_shared(self) -> SharedRows | None:
-        if self.alone:
+        if not self.batched:
             return None
         shared = SharedRows(self.model, self.method, **self._shared_options)
         shared.warm_up()

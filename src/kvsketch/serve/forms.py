@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from openai.types import Completion, CompletionUsage
+from openai.types import Completion
 from openai.types.chat import ChatCompletion, ChatCompletionChunk
-from openai.types.completion_usage import PromptTokensDetails
 from openai.types.responses import Response
 
-from kvsketch.serve.requests import Likely, Ticket
-from kvsketch.serve.schema import Asked, Conversation
+from kvsketch.serve.requests import Likely
+from kvsketch.serve.schema import Asked, Conversation, ResponseChat
 from kvsketch.serve.service import Answer, Choice
 from kvsketch.serve.text import token_bytes, token_text
 from kvsketch.serve.tools import Call
+from kvsketch.serve.usage import chat_usage, response_usage
 
 
 @dataclass
@@ -41,26 +41,6 @@ def joined(pieces: Sequence[Piece]) -> Piece:
     )
 
 
-def usage(answer: Answer) -> CompletionUsage:
-    prompt = answer.prompt_tokens
-    return CompletionUsage(
-        prompt_tokens=prompt, completion_tokens=answer.tokens, total_tokens=prompt + answer.tokens,
-        prompt_tokens_details=PromptTokensDetails(cached_tokens=answer.cached_tokens), **_own_usage(answer),
-    )  # fmt: skip
-
-
-def _own_usage(answer: Answer) -> dict[str, Any]:
-    """What other servers do not tell."""
-    tickets: list[Ticket] = [choice.ticket for choice in answer.choices]
-    result: dict[str, Any] = {"doubt": answer.doubt}
-    if not any(ticket.request.compaction for ticket in tickets):
-        return result
-    held = sum(ticket.device_bytes or 0 for ticket in tickets)
-    repeated = sum(ticket.tokens_repeated for ticket in tickets)
-    read = answer.prompt_tokens - answer.cached_tokens
-    return result | {"kvsketch": {"prefill_tokens": read, "repeated_tokens": repeated, "cache_bytes": held}}
-
-
 def _head(answer: Answer, kind: str) -> dict[str, Any]:
     return {"id": answer.id, "object": kind, "created": answer.created, "model": answer.asked.model}
 
@@ -80,7 +60,7 @@ class ChatForm:
             for each in map(joined, texts)
         ]  # fmt: skip
         head = _head(answer, "chat.completion")
-        return _json(ChatCompletion.model_validate({**head, "choices": choices, "usage": usage(answer)}))
+        return _json(ChatCompletion.model_validate({**head, "choices": choices, "usage": chat_usage(answer)}))
 
     def opening(self, answer: Answer) -> list[str]:
         delta = {"role": "assistant", "content": ""}
@@ -96,7 +76,7 @@ class ChatForm:
         return self._chunk(answer, [choice])
 
     def closing(self, answer: Answer) -> list[str]:
-        last = [self._chunk(answer, [], usage=usage(answer))] if answer.asked.wants_usage else []
+        last = [self._chunk(answer, [], usage=chat_usage(answer))] if answer.asked.wants_usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def _logprobs(self, answer: Answer, piece: Piece) -> Any:
@@ -141,7 +121,7 @@ class CompletionForm:
 
     def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
         choices = [self._choice(answer, joined(each)) for each in texts]
-        return _json(self._completion(answer, choices, usage=usage(answer)))
+        return _json(self._completion(answer, choices, usage=chat_usage(answer)))
 
     def opening(self, answer: Answer) -> list[str]:
         return []
@@ -150,7 +130,7 @@ class CompletionForm:
         return _event(self._completion(answer, [self._choice(answer, piece)]))
 
     def closing(self, answer: Answer) -> list[str]:
-        last = [_event(self._completion(answer, [], usage=usage(answer)))] if answer.asked.wants_usage else []
+        last = [_event(self._completion(answer, [], usage=chat_usage(answer)))] if answer.asked.wants_usage else []
         return [*last, "data: [DONE]\n\n"]
 
     def _choice(self, answer: Answer, piece: Piece) -> dict[str, Any]:
@@ -176,9 +156,13 @@ class CompletionForm:
 
 
 class ResponseForm:
-    """Responses: messages and calls as items, in the order in which they came; a stream is a series of named events."""
+    """Responses: messages and calls as items, in the order in which they came; a stream is a series of named events.
 
-    def __init__(self) -> None:
+    `keep` is called with the id, what was asked and the items when an answer is complete.
+    """
+
+    def __init__(self, keep: Callable[[str, Asked, list[dict[str, Any]]], None] = lambda *_: None) -> None:
+        self.keep = keep
         self._number = 0
         self._items: list[dict[str, Any]] = []
 
@@ -257,6 +241,7 @@ class ResponseForm:
     def _end(self, answer: Answer, reason: Any) -> list[str]:
         events = [] if self._items else self._open_message(answer)
         events += self._close_message(_status(reason))
+        self.keep(answer.id, answer.asked, self._items)
         return [*events, self._event(_status(reason), response=self._response(answer, reason))]
 
     def _place(self, **more: Any) -> dict[str, Any]:
@@ -267,8 +252,9 @@ class ResponseForm:
         return Response.model_validate({
             "id": answer.id, "object": "response", "created_at": answer.created, "model": answer.asked.model,
             "status": _status(reason), "error": None, "incomplete_details": why, **_tools(answer.asked),
+            **_settings(answer.asked),
             "output": [] if reason is None else self._items,
-            "usage": None if reason is None else _response_usage(answer),
+            "usage": None if reason is None else response_usage(answer),
         })  # fmt: skip
 
     def _event(self, kind: str, **fields: Any) -> str:
@@ -292,17 +278,18 @@ def _tools(asked: Asked) -> dict[str, Any]:
     }
 
 
+def _settings(asked: Asked) -> dict[str, Any]:
+    """What else of a request responses repeat."""
+    if not isinstance(asked, ResponseChat):
+        return {}
+    return {
+        "instructions": asked.instructions, "previous_response_id": asked.previous_response_id,
+        "store": asked.store is not False, "truncation": asked.truncation or "disabled",
+    }  # fmt: skip
+
+
 def _status(reason: Any) -> str:
     return {None: "in_progress", "length": "incomplete"}.get(reason, "completed")
-
-
-def _response_usage(answer: Answer) -> dict[str, Any]:
-    return {
-        "input_tokens": answer.prompt_tokens, "output_tokens": answer.tokens,
-        "total_tokens": answer.prompt_tokens + answer.tokens,
-        "input_tokens_details": {"cached_tokens": answer.cached_tokens, "cache_write_tokens": 0},
-        "output_tokens_details": {"reasoning_tokens": 0}, **_own_usage(answer),
-    }  # fmt: skip
 
 
 Form = ChatForm | CompletionForm | ResponseForm

@@ -5,7 +5,9 @@ from __future__ import annotations
 import functools
 import json
 import threading
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import numpy as np
@@ -14,10 +16,17 @@ from torch import Tensor
 
 from kvsketch.serve.tools import CLOSE, OPEN
 
-NEEDS = "needs the package llguidance on the server: pip install 'kvsketch[grammar]'"
+NEEDS = "needs the package llguidance on the server: pip install 'kvsketch[serve]'"
 # Models may write spaces for ever where they are free to.
 SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 PROTOTYPES = 64  # grammars that are kept as they were parsed
+AT_ONCE = 4  # grammars that are parsed at the same time
+LONGEST = 2**20  # characters of a grammar
+STUCK = "it allows nothing to follow; a part of the schema has no value"
+
+
+class Unsatisfiable(ValueError):
+    """An answer came to a place where its grammar lets nothing follow."""
 
 
 class Guide:
@@ -46,6 +55,8 @@ class Guide:
         if self.ended:
             return torch.ones(self._vocabulary, dtype=torch.bool)
         bits = np.frombuffer(self._matcher.compute_bitmask(), dtype=np.uint8)
+        if self._matcher.is_error():
+            self.error = STUCK
         return torch.from_numpy(np.unpackbits(bits, bitorder="little", count=self._vocabulary).astype(bool))
 
 
@@ -55,7 +66,8 @@ class Grammars:
     def __init__(self, tokenizer: Any, vocabulary: int, stop_ids: frozenset[int]) -> None:
         self.tokenizer, self.vocabulary, self.stop_ids = tokenizer, vocabulary, stop_ids
         self._lock = threading.Lock()
-        self._prototype = functools.lru_cache(PROTOTYPES)(self._parsed)
+        self._turn = threading.Semaphore(AT_ONCE)
+        self._prototypes: OrderedDict[str, Future[Any]] = OrderedDict()  # the one that was used last is the last
 
     def json(self, schema: dict[str, Any]) -> str:
         """The grammar of JSON that follows a JSON Schema."""
@@ -86,17 +98,40 @@ class Grammars:
         """Makes one for each answer, in no time; ValueError names what is wrong with the grammar, ImportError what is
         missing.
         """
-        with self._lock:
-            prototype = self._prototype(grammar)
+        if len(grammar) > LONGEST:
+            raise ValueError(f"its grammar has {len(grammar):,} characters, and {LONGEST:,} is the most; send less")
+        prototype = self._prototype(grammar)
         return lambda: Guide(prototype.deep_copy(), self.vocabulary, self.stop_ids)
+
+    def _prototype(self, grammar: str) -> Any:
+        """A grammar is parsed once, whoever asks for it; those that ask for others do not wait."""
+        with self._lock:
+            known = self._prototypes.get(grammar)
+            result = self._prototypes.setdefault(grammar, known or Future())
+            self._prototypes.move_to_end(grammar)
+            if len(self._prototypes) > PROTOTYPES:
+                self._prototypes.popitem(last=False)
+        if known is None:
+            try:
+                with self._turn:
+                    result.set_result(self._parsed(grammar))
+            except BaseException as error:
+                result.set_exception(error)
+                with self._lock:
+                    self._prototypes.pop(grammar, None)
+        return result.result()
 
     def _parsed(self, grammar: str) -> Any:
         from llguidance import LLMatcher
 
-        tokens = self._tokens
-        if wrong := LLMatcher.validate_grammar(grammar, tokens):
-            raise ValueError(wrong.strip().splitlines()[0])
-        return LLMatcher(tokens, grammar)
+        matcher = LLMatcher(self._tokens, grammar)
+        if matcher.is_error():
+            raise ValueError(matcher.get_error().strip().splitlines()[0])
+        trial = matcher.deep_copy()
+        trial.compute_bitmask()
+        if trial.is_error():
+            raise ValueError("no answer satisfies the schema")
+        return matcher
 
     @functools.cached_property
     def _tokens(self) -> Any:

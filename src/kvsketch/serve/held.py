@@ -15,18 +15,26 @@ from kvsketch.serve.text import Template
 LEVELS = 8  # shades of a passage: in how many of the heads it is held
 
 
-def full_cache_bytes(model: Any, tokens: int) -> int:
-    """Bytes of the model's own cache after `tokens` tokens, measured on one token; a sliding layer keeps its window."""
-    from transformers import DynamicCache
+class FullCache:
+    """The model's own cache, measured on one token: how many bytes it would hold."""
 
-    cache = DynamicCache(config=model.config)
-    with torch.no_grad():
-        model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
-    total = 0
-    for layer in cache.layers:
-        window = getattr(layer, "sliding_window", None)
-        total += (min(tokens, window - 1) if window else tokens) * stored_bytes([layer])
-    return total
+    def __init__(self, model: Any) -> None:
+        from transformers import DynamicCache
+
+        cache = DynamicCache(config=model.config)
+        with torch.no_grad():
+            model(torch.zeros(1, 1, dtype=torch.long, device=model.device), past_key_values=cache, use_cache=True)
+        # Of each layer: the bytes of a token, and the tokens of its window if it has one.
+        self._layers = [(stored_bytes([layer]), getattr(layer, "sliding_window", None)) for layer in cache.layers]
+
+    def bytes(self, tokens: int) -> int:
+        """After `tokens` tokens; a sliding layer keeps its window."""
+        return sum((min(tokens, window - 1) if window else tokens) * size for size, window in self._layers)
+
+
+def full_cache_bytes(model: Any, tokens: int) -> int:
+    """Bytes of the model's own cache after `tokens` tokens."""
+    return FullCache(model).bytes(tokens)
 
 
 def summary(model: Any, cache: CompressedCache) -> dict[str, Any]:

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from kvsketch.serve.grammar import Guide
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]
+PENALTIES = (0.01, 100.0)  # the least and the most repetition penalty: beyond them logits may overflow
 # Generation settings that choose tokens and that no request has, with the values at which they do nothing.
 WITHOUT: dict[str, Any] = {
     "bad_words_ids": None, "begin_suppress_tokens": None, "dola_layers": None, "epsilon_cutoff": 0, "eta_cutoff": 0,
@@ -57,10 +58,21 @@ def unused_settings(model: Any) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Compaction:
-    """What becomes of a chat once its prompt is read: these spans, to the shares of their kinds."""
+    """What becomes of a chat while its prompt is read: these spans, to the shares of their kinds.
+
+    `places`: for each span the tokens that are read before it grows small; all of the prompt unless given. `end`: the
+    tokens of the prompt that a cache of an earlier turn may have read; those behind are always read.
+    """
 
     spans: tuple[Span, ...]
     shares: Mapping[str, str]
+    places: tuple[int, ...] | None = None
+    end: int | None = None
+
+    def decided(self, tokens: int) -> dict[Span, int]:
+        """The spans of a prompt of so many tokens that grow small, and how many of these are read before."""
+        places = (tokens,) * len(self.spans) if self.places is None else self.places
+        return {span: place for span, place in zip(self.spans, places, strict=True) if span.kind in self.shares}
 
 
 @dataclass(frozen=True)
@@ -74,6 +86,8 @@ class Request:
     `guide` makes what rules out tokens that a grammar does not allow; the answer ends with its last one.
     `logprobs`: the ticket tells how likely each token was, and so many of the likeliest ones; `doubt`: how unsure the
     model was of the answer.
+    `turns`: `ids` are a chat, and turns end after so many of them: what comes behind goes on in a cache that has read
+    them, in an earlier request or in this one.
     `compaction`: `ids` are a chat, which goes on in the cache of its last turn, and whose spans grow small.
     `top_k` 0 sets no limit; `min_p` rules out tokens that are less than so many times as likely as the likeliest, after
     `top_k` and `top_p`; `repetition_penalty` counts `ids` and the answer.
@@ -92,19 +106,23 @@ class Request:
     logprobs: int | None = None
     doubt: bool = False
     guide: Callable[[], Guide] | None = None
+    turns: tuple[int, ...] = ()
     compaction: Compaction | None = None
     id: str = field(default_factory=lambda: uuid4().hex)
 
     def __post_init__(self) -> None:
         if not self.ids:
             raise ValueError("ids is empty: a request needs at least one token")
+        if list(self.turns) != sorted({*self.turns}) or not all(0 < end < len(self.ids) for end in self.turns):
+            raise ValueError(f"turns={self.turns} must grow, from 1 to fewer than the {len(self.ids)} tokens of ids")
+        low, high = PENALTIES
         for name, sound, wanted in (
             ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
             ("temperature", 0 <= self.temperature < math.inf, "0 (greedy) or a positive number"),
             ("top_p", 0 < self.top_p <= 1, "above 0 and at most 1"),
             ("top_k", 0 <= self.top_k < 2**63, "0 (no limit) or a number of tokens below 2^63"),
             ("min_p", 0 <= self.min_p <= 1, "from 0 (no limit) to 1"),
-            ("repetition_penalty", 0 < self.repetition_penalty < math.inf, "a positive number"),
+            ("repetition_penalty", low <= self.repetition_penalty <= high, f"from {low:g} to {high:g}"),
         ):
             if not sound:
                 raise ValueError(f"{name} must be {wanted}, not {getattr(self, name)}")
@@ -154,6 +172,10 @@ class Ticket:
         """The most slots that a KV head of a compressed layer holds for this request; None before the first token."""
         self.device_bytes: int | None = None
         """Device memory of this request's cache, or of its row in the engine's tables."""
+        self.cache_bytes = 0
+        """Bytes that the cache held when the answer began, on device and host, with those of its document."""
+        self.full_bytes = 0
+        """Bytes that the model's own cache would have held then."""
         self.likely: list[Likely] = []
         """Of each token, where the request asked for it."""
         self._unsure = 0.0  # sum of 1 - p over the tokens
@@ -239,6 +261,10 @@ class Ticket:
             self._changed.notify_all()
             self._tell(token)
 
+    def note_repeated(self, tokens: int) -> None:
+        """For engines: the model has repeated tokens of finished spans."""
+        self.tokens_repeated += tokens
+
     def finish(self, reason: FinishReason, error: BaseException | None = None) -> None:
         """For engines: the answer has ended. The first call counts."""
         with self._changed:
@@ -271,8 +297,10 @@ class EngineState:
     bytes_per_row: int | None = told("Device memory of one running request.")
     # Each lies there once for all requests that name it.
     documents_laid: int = told("Documents in the tables that running requests share.")
-    chats: int = told("Chats whose caches wait for their next turn.")
+    chats: int = told("Caches of chats that wait for a next turn.")
+    chat_bytes: int = told("Memory that they take.")
     steps: int = told("Decode steps.", counter=True)
     prompt_tokens: int = told("Prompt tokens read.", counter=True)
+    cached_tokens: int = told("Prompt tokens of chats that were read in earlier turns.", counter=True)
     generated_tokens: int = told("Tokens generated.", counter=True)
     finished: dict[str, int]  # requests that have ended, by finish_reason

@@ -16,6 +16,7 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Draw
+from kvsketch.plural import counted
 from kvsketch.serve.grammar import Guide
 from kvsketch.serve.requests import Closed, Full, Ticket
 
@@ -34,8 +35,7 @@ class Run:
     chunks: Generator[tuple[int, Tensor], None, None] | None = None  # of a prompt that is being read
     known: int = 0  # tokens of a chat that its cache has read in earlier turns
     read: int = 0  # tokens of the prompt that all layers have read
-    begun: int = 0  # layers that have begun to read the whole prompt
-    work: int = 0  # tokens that layers have read since the others last took a step
+    begun: int = 0  # layers that have begun to read more of it
     token: Tensor | None = None  # [1, 1], the last one, of a request that takes its steps by itself
     logits: Tensor | None = None  # [1, vocabulary], that it was chosen from
     row: int | None = None  # in the shared tables
@@ -76,7 +76,8 @@ class Schedule:
             if self._ending is not None:
                 raise Closed("the engine is closing and takes no more requests")
             if len(self.waiting) >= self.queue + self.free_rows:
-                raise Full(f"{len(self.waiting)} requests wait, and the queue has {self.queue} places")
+                waiting, places = counted(len(self.waiting), "request"), counted(self.queue, "place")
+                raise Full(f"{waiting} waiting, and the queue has {places}")
             self.waiting.append(ticket)
             self.lock.notify_all()
 

@@ -9,16 +9,21 @@ from __future__ import annotations
 import difflib
 import json
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
+from kvsketch.serve.requests import PENALTIES
 from kvsketch.serve.spans import parse_shares
 
 DEFAULT_NEW_TOKENS = 1024
 MOST_CHOICES = 128
 MOST_LOGPROBS = 20
+MOST_PROMPTS = 4096  # in one request
+MOST_UNKNOWN = 64  # fields that are not known, in a request
+LONGEST_NAME = 500  # characters of a model's name
+MOST_SHOWN = 80  # characters of what a client has sent, in a message
 # They would change the answer: accepted when they ask for what happens anyway.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,), "echo": (False,), "suffix": ("",), "frequency_penalty": (0,), "presence_penalty": (0,),
@@ -26,7 +31,8 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "audio": (), "web_search_options": (), "min_tokens": (0,), "ignore_eos": (False,), "chat_template": (),
     "previous_response_id": (), "conversation": (), "prompt": (), "background": (False,), "truncation": ("disabled",),
     "chat_template_kwargs": ({},), "response_format": ({"type": "text"},), "tools": ([],),
-    "continue_final_message": (False,), "add_generation_prompt": (True,),
+    "continue_final_message": (False,), "add_generation_prompt": (True,), "mcp_servers": ([],), "container": (),
+    "output_format": (),
 }  # fmt: skip
 TEXTS = ("text", "input_text", "output_text")
 NO_TEXT = {
@@ -51,10 +57,13 @@ class ApiError(Exception):
         code: str | None = None,
         param: str | None = None,
         retry_after: int | None = None,
+        close: bool = False,
     ) -> None:
         super().__init__(message)
         self.status, self.message, self.code, self.param = status, message, code, param
         self.headers = {} if retry_after is None else {"Retry-After": str(retry_after)}
+        if close:
+            self.headers["Connection"] = "close"
 
     def body(self) -> dict[str, Any]:
         kinds = {401: "authentication_error", 403: "permission_error", 404: "not_found_error", 429: "rate_limit_error"}
@@ -104,7 +113,7 @@ class ToolCall(Lenient):
         """As templates take it: with arguments that are no text, if they are JSON."""
         try:
             arguments = json.loads(self.function.arguments or "{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             arguments = self.function.arguments
         return {"type": "function", "function": {"name": self.function.name, "arguments": arguments}}
 
@@ -112,7 +121,7 @@ class ToolCall(Lenient):
 class Message(Lenient):
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str = ""
-    tool_calls: list[ToolCall] | None = None
+    tool_calls: Annotated[list[ToolCall], Field(fail_fast=True)] | None = None
 
     _plain_text = field_validator("content", mode="before")(plain_text)
 
@@ -176,7 +185,7 @@ class StreamOptions(Lenient):
 class Own(Fields):
     """What other servers do not know."""
 
-    spans: dict[str, str] | None = None
+    spans: dict[str, Annotated[str, Field(max_length=64)]] | None = None
 
     @model_validator(mode="after")
     def _has_shares(self) -> Own:
@@ -185,19 +194,22 @@ class Own(Fields):
 
 
 Stop = Annotated[str, Field(min_length=1, max_length=256)]
-Tokens = Annotated[list[int], Field(min_length=1)]
+# Of a long list the first thing that is wrong is told, and nothing behind it is looked at.
+Tokens = Annotated[list[int], Field(min_length=1, fail_fast=True)]
+SeveralTexts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
+SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
 class Asked(Lenient):
     """What all endpoints share."""
 
-    model: str
+    model: Annotated[str, Field(max_length=LONGEST_NAME)]
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
     top_k: Annotated[int, Field(ge=0, lt=2**63)] | None = None
     min_p: Annotated[float, Field(ge=0, le=1)] | None = None
-    repetition_penalty: Annotated[float, Field(gt=0, le=10)] | None = None
+    repetition_penalty: Annotated[float, Field(ge=PENALTIES[0], le=10)] | None = None
     seed: Annotated[int, Field(ge=-(2**63), lt=2**63)] | None = None
     stop: Stop | Annotated[list[Stop], Field(max_length=16)] | None = None
     n: Annotated[int, Field(ge=1, le=MOST_CHOICES)] | None = None
@@ -226,11 +238,22 @@ class Asked(Lenient):
 class Conversation(Asked):
     """What endpoints with tools share."""
 
-    tools: list[Tool] | None = None
+    tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    document: str | None = None
+    document: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
     kvsketch: Own | None = None
+
+    @field_validator("document", mode="before")
+    @classmethod
+    def _is_one(cls, document: Any) -> Any:
+        """The cache of a document has not seen the others."""
+        if isinstance(document, list):
+            raise ValueError(
+                "a question is about one document; ask each of them, or send their files in one form to "
+                "POST /v1/documents, which reads them as one"
+            )
+        return document
 
     @property
     def offered(self) -> list[dict[str, Any]]:
@@ -254,7 +277,7 @@ class Conversation(Asked):
 
 
 class ChatAsked(Conversation):
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     response_format: Format | None = None
     logprobs: bool | None = None
@@ -268,11 +291,43 @@ class ChatAsked(Conversation):
     def alternatives(self) -> int | None:
         return (self.top_logprobs or 0) if self.logprobs else None
 
+    @property
+    def may_be_shortened(self) -> bool:
+        """Whether the oldest messages may go where there are too many."""
+        return False
+
     @model_validator(mode="after")
     def _asks_for_logprobs(self) -> ChatAsked:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         return self
+
+
+class ResponseChat(ChatAsked):
+    """The chat that answers a response."""
+
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
+
+    @property
+    def spoken(self) -> list[Message]:
+        """The messages that the next response goes on with: each has instructions of its own."""
+        return self.messages[1:] if self.instructions else self.messages
+
+    @property
+    def may_be_shortened(self) -> bool:
+        return self.truncation == "auto"
+
+
+Chat = TypeVar("Chat", bound=ChatAsked)
+
+
+def as_chat(kind: type[Chat], asked: Conversation, messages: list[Message], form: Format | None, **more: Any) -> Chat:
+    """What another endpoint is asked as a chat."""
+    own = {name: getattr(asked, name) for name in Conversation.model_fields}
+    return kind.model_construct(**{**own, "messages": messages, "n": 1, "response_format": form, **more})
 
 
 class TextSettings(Lenient):
@@ -295,10 +350,10 @@ class InputItem(Message):
     def _as_of_chats(cls, data: Any) -> Any:
         kind = data.get("type", "message") if isinstance(data, dict) else "message"
         if kind == "function_call":
-            function = {name: _needed(data, name, kind) for name in ("name", "arguments")}
+            function = {name: needed(data, name, kind) for name in ("name", "arguments")}
             return {"role": "assistant", "tool_calls": [{"function": function}]}
         if kind == "function_call_output":
-            return {"role": "tool", "content": _needed(data, "output", kind)}
+            return {"role": "tool", "content": needed(data, "output", kind)}
         if kind != "message":
             raise ValueError(
                 f"items of type {kind!r} are not understood here, only message, function_call and function_call_output"
@@ -306,7 +361,7 @@ class InputItem(Message):
         return data
 
 
-def _needed(data: dict[str, Any], name: str, kind: str) -> Any:
+def needed(data: dict[str, Any], name: str, kind: str) -> Any:
     if name not in data:
         raise ValueError(f"type {kind!r} needs the field {name!r}")
     return data[name]
@@ -318,17 +373,20 @@ def _nested(value: Any) -> Any:
         return value
     if (kind := value.get("type")) != "function":
         raise ValueError(f"type {kind!r} is not understood here, only function is")
-    _needed(value, "name", "function")
+    needed(value, "name", "function")
     return {"type": "function", "function": {name: each for name, each in value.items() if name != "type"}}
 
 
 class ResponseAsked(Conversation):
     """A conversation as the newer endpoint takes it."""
 
-    input: Annotated[list[InputItem], Field(min_length=1)]
+    input: Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
     instructions: str | None = None
     max_output_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     text: TextSettings | None = None
+    previous_response_id: str | None = None
+    store: bool | None = None
+    truncation: Literal["auto", "disabled"] | None = None
 
     @field_validator("input", mode="before")
     @classmethod
@@ -340,28 +398,28 @@ class ResponseAsked(Conversation):
     def _as_of_chats(cls, value: Any) -> Any:
         return [_nested(each) for each in value] if isinstance(value, list) else _nested(value)
 
-    def chat(self) -> ChatAsked:
-        """The same as a chat."""
-        own = {name: getattr(self, name) for name in Conversation.model_fields}
-        return ChatAsked.model_construct(**{
-            **own, "messages": self._messages(), "max_tokens": self.max_output_tokens, "n": 1,
-            "response_format": None if self.text is None else self.text.format,
-        })  # fmt: skip
+    def chat(self, earlier: Sequence[Message] = ()) -> ResponseChat:
+        """The same as a chat, behind the messages before it."""
+        form = None if self.text is None else self.text.format
+        same = ("instructions", "previous_response_id", "store", "truncation")
+        more = {name: getattr(self, name) for name in same}
+        return as_chat(ResponseChat, self, self._messages(earlier), form, max_tokens=self.max_output_tokens, **more)
 
-    def _messages(self) -> list[Message]:
+    def _messages(self, earlier: Sequence[Message]) -> list[Message]:
         """Calls are items of their own here; in a chat they are a part of the message before."""
         result = [Message(role="system", content=self.instructions)] if self.instructions else []
-        for item in self.input:
-            if item.tool_calls and not item.content and result and result[-1].role == "assistant":
-                calls = [*(result[-1].tool_calls or ()), *item.tool_calls]
-                result[-1] = result[-1].model_copy(update={"tool_calls": calls})
+        for item in (*earlier, *self.input):
+            if not (item.tool_calls and not item.content and result and result[-1].role == "assistant"):
+                result.append(item.model_copy(update={"tool_calls": list(item.tool_calls or ()) or None}))
+            elif (calls := result[-1].tool_calls) is None:
+                result[-1].tool_calls = list(item.tool_calls)
             else:
-                result.append(item)
+                calls.extend(item.tool_calls)
         return result
 
 
 class CompletionAsked(Asked):
-    prompt: str | Annotated[list[str], Field(min_length=1)] | Tokens | Annotated[list[Tokens], Field(min_length=1)]
+    prompt: str | SeveralTexts | Tokens | SeveralTokens
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 
     @property
@@ -411,6 +469,12 @@ def parsed(kind: type[Kind], body: bytes) -> Kind:
 
 
 def _refuse_unsupported(unknown: dict[str, Any], known: list[str]) -> None:
+    if len(unknown) > MOST_UNKNOWN:
+        names = ", ".join(named(name) for name in list(unknown)[:3])
+        raise ApiError(
+            400, f"the body has {len(unknown):,} unknown fields, such as {names}; at most {MOST_UNKNOWN}",
+            "unknown_parameter",
+        )  # fmt: skip
     for name, value in unknown.items():
         if name in REFUSED and value is not None and value not in REFUSED[name]:
             usual = "".join(f", or send {json.dumps(each)}" for each in REFUSED[name])
@@ -423,13 +487,15 @@ def _refuse_unsupported(unknown: dict[str, Any], known: list[str]) -> None:
 
 def did_you_mean(name: str, known: Iterable[str], alike: float = 0.6) -> str:
     """The end of a message about a name that is not known; empty where none is like it."""
-    close = difflib.get_close_matches(name, list(known), n=1, cutoff=alike)
+    # A name that is much longer than another is not like it, and comparing it would take long.
+    near = [each for each in known if len(name) * alike <= 2 * len(each)]
+    close = difflib.get_close_matches(name, near, n=1, cutoff=alike) if near else []
     return f"; did you mean {close[0]!r}?" if close else ""
 
 
 def _told(error: ValidationError, known: list[str]) -> ApiError:
     first = error.errors()[0]
-    name = ".".join(map(str, first["loc"]))
+    name = ".".join(named(each) for each in first["loc"])
     if first["type"] == "extra_forbidden":
         choices = f"; known: {', '.join(known)}" if len(first["loc"]) == 1 else ""
         return ApiError(400, f"unknown field {name!r}{choices}", "unknown_parameter", name)
@@ -441,9 +507,15 @@ def _told(error: ValidationError, known: list[str]) -> ApiError:
 
 def _shown(value: Any) -> str:
     try:
-        return json.dumps(value, default=str)[:80]
+        return json.dumps(value, default=str)[:MOST_SHOWN]
     except RecursionError:
         return "something nested too deeply"
+
+
+def named(name: str | int) -> str:
+    """The name of a field, or the first part of a very long one."""
+    text = str(name)
+    return text if len(text) <= MOST_SHOWN else text[:MOST_SHOWN] + "..."
 
 
 def _require_whole_characters(data: dict[str, Any]) -> None:
@@ -452,7 +524,7 @@ def _require_whole_characters(data: dict[str, Any]) -> None:
     while left:
         place, value = left.pop()
         if isinstance(value, str) and (half := SURROGATE.search(value)):
-            name = ".".join(place)
+            name = ".".join(map(named, place))
             raise ApiError(
                 400, f"{name}: {half[0]!a} at place {half.start()} is half of a character; send whole ones",
                 "invalid_value", name,
@@ -460,6 +532,7 @@ def _require_whole_characters(data: dict[str, Any]) -> None:
         if isinstance(value, dict):
             for key in value:
                 if SURROGATE.search(key):
-                    raise ApiError(400, f"unknown field {key!a}", "unknown_parameter", ascii(key))
+                    name = ascii(named(key))
+                    raise ApiError(400, f"unknown field {name}", "unknown_parameter", name)
         parts = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
         left.extend(([*place, str(key)], part) for key, part in parts if isinstance(part, (str, list, dict)))

@@ -15,16 +15,16 @@ import uvicorn
 
 from kvsketch import models
 from kvsketch.cache.memory import in_tokens
-from kvsketch.decode.shared import SharedRows, alone, with_bits
+from kvsketch.decode.shared import SharedRows, batched
 from kvsketch.defaults import CHUNK, METHOD, SHORT
 from kvsketch.methods import Method
 from kvsketch.serve import connections
+from kvsketch.serve.address import bind
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
 from kvsketch.serve.documents import MOST_BYTES, DocumentStore
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.held import full_cache_bytes
-from kvsketch.serve.sample_text import SAMPLE_TEXT
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
 
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
@@ -45,6 +45,7 @@ def start_service(
     whole_below: int = 0,
     answer_seconds: float = ANSWER_SECONDS,
     span_shares: Mapping[str, str] | None = None,
+    chats_memory: int | None = None,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
@@ -53,23 +54,19 @@ def start_service(
     `rows` take turns token by token. `prefill`: that of `usual_prefill`, and whole for one request at a time.
     `whole_below`: documents of fewer tokens that name no method are kept whole.
     `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
+    `chats_memory`: bytes of the caches of chats that wait for their next turn, as many as `memory` unless given; 0:
+    every turn reads its transcript anew.
     """
-    asked = in_tokens(method, model)
-    parsed = asked
-    if rows != 1 and not alone(model, asked):
-        # The tokens that choose the bits of all rows, where the method chooses any.
-        sample = tokenizer(SAMPLE_TEXT, return_tensors="pt")["input_ids"] if asked.stored_bits.auto else None
-        parsed = with_bits(model, asked, sample)
+    parsed = in_tokens(method, model)
     longest = longest_context(model, parsed, memory)
     fitting, held = rows, None
     if rows is None or (rows > 1 and parsed.ragged and memory is not None):
         fitting, held = _rows_that_fit(model, parsed, longest, memory)
     wanted = rows or fitting or 1
-    parsed = asked if wanted == 1 else parsed
     usual = usual_prefill(model, parsed) if wanted > 1 else "exact"
     reading: dict[str, Any] = {"prefill": prefill or usual, "chunk": chunk}
     options: dict[str, Any] = {"rows": wanted, "longest": longest, "queue": queue, "memory": held}
-    chats = memory or _quarter(model)
+    chats = (memory or _quarter(model)) if chats_memory is None else chats_memory
     engine = BatchedEngine(model, parsed, documents=True, chat_bytes=chats, **options, **reading)
     documents = DocumentStore(
         folder or models.home() / "documents", model, tokenizer, parsed, name=name, most_tokens=longest,
@@ -115,7 +112,7 @@ def _rows_that_fit(model: Any, method: Method, longest: int, memory: int | None)
     Equal rows have room for the longest prompt and answer, measured on one. Rows that differ in size share the bytes:
     there are more of them, as long as what each has for itself leaves three quarters to the store.
     """
-    if alone(model, method):
+    if not batched(model, method):
         return 1, None
     on_gpu = model.device.type == "cuda"
     memory = memory or _quarter(model)
@@ -198,18 +195,3 @@ class _Uvicorn(uvicorn.Server):
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self.service.stopping = True
         await super().shutdown(sockets)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """Takes an address; OSError says that it is in use. Nobody can connect before the server runs."""
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    result = socket.socket(family, socket.SOCK_STREAM)
-    result.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        result.bind((host, port))
-    except OSError as error:
-        result.close()
-        raise OSError(
-            f"cannot listen on {host}:{port} ({error.strerror}); choose another --port, or 0 for any"
-        ) from None
-    return result

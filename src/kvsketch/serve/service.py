@@ -12,12 +12,14 @@ from uuid import uuid4
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method
+from kvsketch.serve.anthropic_schema import CountAsked, MessagesAsked
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.grammar import NEEDS, Grammars, Guide
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Compaction, Full, Request, Ticket, unused_settings
+from kvsketch.serve.responses import Responses
 from kvsketch.serve.schema import (
     DEFAULT_NEW_TOKENS,
     ApiError,
@@ -27,9 +29,10 @@ from kvsketch.serve.schema import (
     ResponseAsked,
     did_you_mean,
 )
-from kvsketch.serve.spans import finished_spans
+from kvsketch.serve.spans import APART, finished, turn_ends
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Calls
+from kvsketch.serve.truncation import shortened
 from kvsketch.slots.positions import CACHE
 
 BETWEEN = "@"  # model@document, for clients that cannot send a field of their own
@@ -49,6 +52,23 @@ class Choice:
     text: GrowingText
     calls: Calls | None = None  # where tools are offered
     tokens: int = 0  # that became text
+
+
+@dataclass
+class Prompt:
+    """What is read before an answer: a document that a cache has read, and messages."""
+
+    ids: list[int]  # of the messages
+    messages: list[dict[str, Any]]
+    document: CompressedCache | None
+
+    @property
+    def tokens_before(self) -> int:
+        return 0 if self.document is None else self.document.tokens_seen
+
+    @property
+    def tokens(self) -> int:
+        return self.tokens_before + len(self.ids)
 
 
 @dataclass
@@ -99,7 +119,7 @@ class Service:
     """Everything a server holds beside its connections.
 
     answer_seconds: how long an answer may take, its wait in the queue included; then it ends with an error.
-    span_shares: how small spans of chats become, by their kind (`spans`); empty: chats are read anew at each turn.
+    span_shares: how small spans of chats become, by their kind (`spans`); empty: they stay as the method keeps them.
     """
 
     def __init__(
@@ -120,6 +140,7 @@ class Service:
         self.created = int(time.time())
         if unused := unused_settings(self.model):
             log.warning("generation settings of %s that are not applied: %s", self.name, unused)
+        self.responses = Responses()
         self.metrics = Metrics(engine.state, lambda: Counter(each.status for each in documents.documents()))
         self._mean_seconds = 1.0
         self.stopping = False
@@ -129,6 +150,20 @@ class Service:
 
     def chat(self, asked: ChatAsked, prefix: str = "chatcmpl-") -> Answer:
         """Starts the answer to a conversation; ApiError where that cannot be."""
+        prompt = self._prompt(asked)
+        self._room(asked, prompt.ids, prompt.document)
+        compaction = self._compaction(asked, prompt)
+        turns = self._turns(asked, prompt) if compaction is None else ()
+        own = {"document": prompt.document, "guide": self._guide(asked), "compaction": compaction, "turns": turns}
+        answer = self._start(asked, [prompt.ids], prefix, **own)
+        if asked.offered:
+            names = {tool["function"]["name"] for tool in asked.offered}
+            for choice in answer.choices:
+                choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
+        return answer
+
+    def _prompt(self, asked: ChatAsked) -> Prompt:
+        """What a conversation has the model read."""
         model, _, suffix = asked.model.partition(BETWEEN)
         self._require_model(model)
         number = asked.document or suffix or None
@@ -136,33 +171,55 @@ class Service:
         document = None if number is None else self._cache(number)
         write = self.template.chat if number is None else self.template.after_document
         try:
-            ids = write(messages, asked.offered)
+            prompt = Prompt(write(messages, asked.offered), messages, document)
+            if not asked.may_be_shortened or prompt.tokens + (asked.limit or 1) <= self.context:
+                return prompt
+            # An answer of the usual length has room behind what is left.
+            new = asked.limit or min(DEFAULT_NEW_TOKENS, self.context // 4)
+            room = self.context - prompt.tokens_before - new
+            left = shortened(messages, lambda some: len(write(some, asked.offered)) <= room)
+            return prompt if left is None else Prompt(write(left, asked.offered), left, document)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
-        compaction = self._compaction(asked, messages, number)
-        answer = self._start(asked, [ids], prefix, document=document, guide=self._guide(asked), compaction=compaction)
-        if asked.offered:
-            names = {tool["function"]["name"] for tool in asked.offered}
-            for choice in answer.choices:
-                choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
-        return answer
 
-    def _compaction(self, asked: ChatAsked, messages: list[Any], document: str | None) -> Compaction | None:
+    def _compaction(self, asked: ChatAsked, prompt: Prompt) -> Compaction | None:
         """What becomes of the spans of a chat; None: it is no chat that goes on in its cache."""
         own = None if asked.kvsketch is None else asked.kvsketch.spans
-        if own and document is not None:
+        if own and prompt.document is not None:
             raise ApiError(
                 400, "spans of a chat about a document stay as they are; leave out kvsketch.spans or the document",
                 "invalid_value", "kvsketch",
             )  # fmt: skip
         shares = self.span_shares if own is None else own
-        if not shares or document is not None:
+        if not shares or prompt.document is not None:
             return None
-        return Compaction(tuple(finished_spans(self.template, messages, asked.offered)), shares)
+        spans, places, end = finished(self.template, prompt.messages, asked.offered)
+        return Compaction(spans, shares, places, end or None)
+
+    def _turns(self, asked: ChatAsked, prompt: Prompt) -> tuple[int, ...]:
+        """Where the turns of a chat end, so that later ones go on in what was read up to there; none behind a document,
+        which is not read again anyway.
+        """
+        if prompt.document is not None or not self.engine.chats_go_on or len(prompt.ids) <= APART:
+            return ()
+        try:
+            ends = turn_ends(self.template, prompt.messages, asked.offered)
+        except (ValueError, TypeError, RecursionError):
+            return ()  # the template refuses other words in place of these
+        return tuple(end for end in ends if end < len(prompt.ids))
 
     def response(self, asked: ResponseAsked) -> Answer:
         """The same for the newer endpoint."""
-        return self.chat(asked.chat(), "resp_")
+        before = asked.previous_response_id
+        return self.chat(asked.chat(() if before is None else self.responses.messages(before)), "resp_")
+
+    def message(self, asked: MessagesAsked) -> Answer:
+        """The same for Anthropic's endpoint."""
+        return self.chat(asked.chat(), "msg_")
+
+    def count(self, asked: CountAsked) -> int:
+        """The tokens of a conversation, those of its document included."""
+        return self._prompt(asked.chat()).tokens
 
     def _guide(self, asked: ChatAsked) -> Callable[[], Guide] | None:
         """What follows the grammar that an answer is to have; None: it is free."""
@@ -185,6 +242,7 @@ class Service:
     def completion(self, asked: CompletionAsked) -> Answer:
         """Starts the continuation of a text."""
         self._require_model(asked.model)
+        self._require_places(len(asked.prompts) * (asked.n or 1))
         most = self.model.get_input_embeddings().num_embeddings
         prompts = [self.template.plain(each) if isinstance(each, str) else each for each in asked.prompts]
         if not all(0 <= token < most for ids in prompts for token in ids):
@@ -193,6 +251,7 @@ class Service:
 
     def _start(self, asked: Asked, prompts: list[list[int]], prefix: str, **own: Any) -> Answer:
         """Starts `asked.n` texts for each of the prompts; `own`: fields of their requests."""
+        self._require_places(len(prompts) * (asked.n or 1))
         requests = [self._request(asked, number, ids, **own) for ids in prompts for number in range(asked.n or 1)]
         choices = [
             Choice(index, ticket, GrowingText(self.tokenizer, asked.stops))
@@ -204,6 +263,21 @@ class Service:
         self, asked: Asked, number: int, ids: list[int], document: CompressedCache | None = None, **own: Any
     ) -> Request:
         """What the engine is to do for the text with this number of a prompt; each draws from a seed of its own."""
+        room = self._room(asked, ids, document)
+        return Request(
+            tuple(ids),
+            min(room, DEFAULT_NEW_TOKENS) if asked.limit is None else asked.limit,
+            seed=None if asked.seed is None else (asked.seed + number) % 2**63,
+            stop_ids=self._ends(),
+            document=document,
+            logprobs=asked.alternatives,
+            doubt=True,
+            **own,
+            **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
+        )
+
+    def _room(self, asked: Asked, ids: list[int], document: CompressedCache | None) -> int:
+        """Tokens that an answer to a prompt can have; ApiError where they are fewer than it asks for, or none."""
         param = "messages" if isinstance(asked, ChatAsked) else "prompt"
         if not ids:
             raise ApiError(400, "the prompt is empty", "invalid_value", param)
@@ -215,23 +289,15 @@ class Service:
                 400, f"the prompt has {told}; with {limit or 1:,} new ones they exceed this server's {self.context:,}",
                 "context_length_exceeded", param,
             )  # fmt: skip
-        return Request(
-            tuple(ids),
-            min(room, DEFAULT_NEW_TOKENS) if limit is None else limit,
-            seed=None if asked.seed is None else (asked.seed + number) % 2**63,
-            stop_ids=self._ends(),
-            document=document,
-            logprobs=asked.alternatives,
-            doubt=True,
-            **own,
-            **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
-        )
+        return room
+
+    def _require_places(self, texts: int) -> None:
+        state = self.engine.state()
+        if texts > (most := state.rows + state.queue):
+            raise ApiError(400, f"{texts} texts at once; this server has {most} places", "invalid_value", "n")
 
     def _submit_all(self, requests: list[Request]) -> list[Ticket]:
         """All of them, or none."""
-        state = self.engine.state()
-        if len(requests) > (most := state.rows + state.queue):
-            raise ApiError(400, f"{len(requests)} texts at once; this server has {most} places", "invalid_value", "n")
         tickets: list[Ticket] = []
         try:
             for request in requests:
@@ -292,12 +358,17 @@ class Service:
 
     def models(self) -> list[dict[str, Any]]:
         """The model, and once more with each document that is ready."""
-        plain = {"object": "model", "owned_by": "kvsketch"}
-        result = [{"id": self.name, "created": self.created, **plain, "method": str(self.method)}]
-        result[0] |= {"context": self.context, "whole_below": self.documents.whole_below}
-        for each in self.documents.documents():
-            if each.status == "ready":
-                result.append({"id": f"{self.name}{BETWEEN}{each.id}", "created": each.created_at, **plain})
+        plain, own = {"object": "model", "owned_by": "kvsketch"}, str(self.method)
+        result: list[dict[str, Any]] = [{"id": self.name, "name": self.name, "created": self.created, **plain}]
+        result[0] |= {"method": own, "context": self.context, "whole_below": self.documents.whole_below}
+        ready = [each for each in self.documents.documents() if each.status == "ready"]
+        files = Counter(each.name for each in ready)
+        for each in ready:
+            # Chat programs show names; the same file may be there once more, read by another method.
+            twin = each.name and files[each.name] > 1 and each.method != own
+            name = (each.name or each.id) + (f" ({each.method})" if twin else "")
+            about = {"id": f"{self.name}{BETWEEN}{each.id}", "name": name, "created": each.created_at}
+            result.append({**about, **plain, "document": each.id, "method": each.method})
         return result
 
     def close(self, drain: bool = True) -> None:

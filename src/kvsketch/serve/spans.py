@@ -7,7 +7,7 @@ tool=1/8, says how small its spans become once the chat has gone on (`Compressed
 
 from __future__ import annotations
 
-import re
+import itertools
 from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,10 +18,11 @@ from kvsketch.serve.text import Template
 from kvsketch.serve.tools import Message
 
 KINDS = ("system", "tools", "user", "assistant", "tool", "thinking")
-THINKING = re.compile(r"<think>\n?(.*?)\n?</think>", re.DOTALL)
+THINK, THOUGHT = "<think>", "</think>"  # around thinking
 MARK = "THE-TEXT-OF-MESSAGE-{}-IS-HERE"  # ascii letters pass through every template unchanged
 SHORT = 32  # tokens; spans of fewer stay as they are
 LAST = 2  # answers behind a message before its spans grow small
+APART = 64  # tokens between two ends of turns; a forward of fewer costs hardly less
 
 
 class Part(NamedTuple):
@@ -41,31 +42,80 @@ def parse_shares(text: str | Mapping[str, Any], name: str) -> dict[str, str]:
     assert not isinstance(given, str)
     for kind, share in given.items():
         if kind not in KINDS:
-            raise ValueError(f"{name}: there is no kind of span {kind!r}; kinds: {', '.join(KINDS)}")
+            raise ValueError(f"{name}: there is no kind of span {kind[:32]!r}; kinds: {', '.join(KINDS)}")
         if Size.parse(share, f"{name}: {kind}").share is None:
             raise ValueError(f"{name}: {kind}={share} is not a share; use a fraction such as 1/8, or 25%")
     return {kind: str(share) for kind, share in given.items()}
 
 
+class Finished(NamedTuple):
+    """Spans of a chat that has gone on, in tokens of `Template.chat`.
+
+    `places`: for each span the tokens before it grows small, those up to the end of the message behind which the chat
+    has gone on. The same turns make the same spans small at the same places, whichever turn comes next.
+    `end`: tokens up to the end of the last message; 0: nobody knows.
+    """
+
+    spans: tuple[Span, ...]
+    places: tuple[int, ...]
+    end: int
+
+
+def finished(
+    template: Template, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), last: int = LAST
+) -> Finished:
+    """The spans of messages with `last` answers behind them; none where the tokenizer does not tell the places of its
+    tokens.
+    """
+    text = template.text(messages, tools)
+    places = template.places(text)
+    starts, ends = [begin for begin, _ in places], [end for _, end in places]
+    parts = parts_of(template, text, messages, tools) if places else []
+    tokens = [(bisect_left(starts, part.begin), bisect_right(ends, part.end)) for part in parts]
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    turns = [*answers, len(messages)]  # a turn of the chat: the messages before one of these
+    spans, due = [], []
+    for part, (begin, end) in zip(parts, tokens, strict=True):
+        turn = bisect_right(answers, part.message) + last
+        if end > begin and turn < len(turns):
+            spans.append(Span(part.kind if end - begin >= SHORT else "short", begin, end))
+            due.append(turns[turn])
+    # Parts lie in the order of their messages, but for tools, which come first and lie in one of them.
+    numbers = list(itertools.accumulate((part.message for part in parts), max))
+    reach = list(itertools.accumulate((end for _, end in tokens), max))
+    return Finished(tuple(spans), tuple(reach[bisect_left(numbers, turn) - 1] for turn in due), max(reach, default=0))
+
+
+def turn_ends(
+    template: Template, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), apart: int = APART
+) -> tuple[int, ...]:
+    """After how many tokens of a chat its turns end: the system prompt with its tools, what comes before each answer,
+    and before the one that is asked for. At least `apart` tokens lie between two of them.
+
+    They are where a message ends, and do not change when the chat goes on. What the template writes behind the last
+    one, to open the answer, is left out: templates write that otherwise once the answer is there. None where the
+    tokenizer does not tell the places of its tokens.
+    """
+    text = template.text(messages, tools)
+    places = template.places(text)
+    parts = parts_of(template, text, messages, tools) if places else []
+    ends, numbers = [end for _, end in places], list(itertools.accumulate((part.message for part in parts), max))
+    reach = list(itertools.accumulate((bisect_right(ends, part.end) for part in parts), max))
+    rules = next((number for number, each in enumerate(messages) if each["role"] != "system"), len(messages))
+    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+    result: list[int] = []
+    for turn in (rules, *answers, len(messages)):
+        before = bisect_left(numbers, turn)
+        if before and apart + (result[-1] if result else 0) <= reach[before - 1] < len(places):
+            result.append(reach[before - 1])
+    return tuple(result)
+
+
 def finished_spans(
     template: Template, messages: Sequence[Message], tools: Sequence[dict[str, Any]] = (), last: int = LAST
 ) -> list[Span]:
-    """The spans of a chat that has gone on: of messages with `last` answers behind them, in tokens of `Template.chat`.
-
-    Empty where the tokenizer does not tell the places of its tokens.
-    """
-    answers = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
-    done = answers[-last] if len(answers) >= last else 0
-    text = template.text(messages, tools)
-    parts = [part for part in parts_of(template, text, messages, tools) if part.message < done]
-    places = template.places(text) if done else []
-    starts, ends = [begin for begin, _ in places], [end for _, end in places]
-    result = []
-    for part in parts if places else ():
-        begin, end = bisect_left(starts, part.begin), bisect_right(ends, part.end)
-        if end > begin:
-            result.append(Span(part.kind if end - begin >= SHORT else "short", begin, end))
-    return result
+    """The spans of `finished`."""
+    return list(finished(template, messages, tools, last).spans)
 
 
 def parts_of(
@@ -95,19 +145,20 @@ def _frames(
     template: Template, messages: Sequence[Message], tools: Sequence[dict[str, Any]]
 ) -> list[tuple[int | None, str]]:
     """What the template writes in front of each text, and with None behind the last."""
-    spoken = [number for number, message in enumerate(messages) if message.get("content")]
     marked = [
-        {**message, "content": MARK.format(number)} if number in spoken else message
+        {**message, "content": MARK.format(number)} if message.get("content") else message
         for number, message in enumerate(messages)
     ]
-    rest, result = template.text(marked, tools), []
-    for number in spoken:
-        frame, mark, behind = rest.partition(MARK.format(number))
-        if not mark:
-            continue  # the template leaves it out
-        result.append((number, frame))
-        rest = behind
-    return [*result, (None, rest)]
+    text, at = template.text(marked, tools), 0
+    result: list[tuple[int | None, str]] = []
+    for number, message in enumerate(messages):
+        mark = MARK.format(number)
+        begin = text.find(mark, at) if message.get("content") else -1
+        if begin < 0:
+            continue  # nothing is said, or the template leaves it out
+        result.append((number, text[at:begin]))
+        at = begin + len(mark)
+    return [*result, (None, text[at:])]
 
 
 def _end(text: str, begin: int, content: str, following: str) -> int:
@@ -132,8 +183,14 @@ def _spoken(text: str, part: Part) -> list[Part]:
     """The parts of one message: thinking is apart from what the assistant says."""
     if part.kind != "assistant":
         return [part]
-    result, at = [], part.begin
-    for thought in THINKING.finditer(text, part.begin, part.end):
-        result += [part._replace(begin=at, end=thought.start(1)), Part("thinking", *thought.span(1), part.message)]
-        at = thought.end(1)
-    return [*result, part._replace(begin=at)]
+    result: list[Part] = []
+    at = part.begin
+    while True:
+        begin = text.find(THINK, at, part.end) + len(THINK)
+        end = text.find(THOUGHT, begin, part.end)
+        if begin < len(THINK) or end < 0:
+            return [*result, part._replace(begin=at)]
+        begin += text.startswith("\n", begin)
+        thought = Part("thinking", begin, end - text.endswith("\n", begin, end), part.message)
+        result += [part._replace(begin=at, end=begin), thought]
+        at = thought.end

@@ -118,10 +118,14 @@ class GrowingText:
 
     def __init__(self, tokenizer: Any, stops: Sequence[str] = ()) -> None:
         self.tokenizer, self.stops = tokenizer, [stop for stop in stops if stop]
-        self.stopped = False
+        self.stop_string: str | None = None  # the one that has ended the answer
         self._ids: list[int] = []
         self._start = self._known = 0  # the text of ids before `_known` is out; `_start`: where decoding begins
         self._held = ""
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     def put(self, token: int) -> str:
         """The text that one more token adds."""
@@ -132,9 +136,10 @@ class GrowingText:
         if now.endswith(UNFINISHED) and len(self._ids) - self._known < LONGEST_CHARACTER:
             return ""
         # Decoding goes on from the last step, not from the first token: some tokenizers write a space in front of
-        # every token but the first, so each piece is decoded behind the one before it.
-        self._start, self._known = self._known, len(self._ids)
-        return self._released(now[len(before) :])
+        # every token but the first, so each piece is decoded behind the one before it that has text.
+        new = now[len(before) :]
+        self._start, self._known = self._known if new else self._start, len(self._ids)
+        return self._released(new)
 
     def end(self) -> str:
         """What waited and can be shown at the end."""
@@ -152,10 +157,11 @@ class GrowingText:
 
     def _released(self, new: str) -> str:
         text = self._held + new
-        result = [place for place in (text.find(stop) for stop in self.stops) if place >= 0]
-        if result:
-            self.stopped, self._held = True, ""
-            return text[: min(result)]
+        found = [(place, stop) for stop in self.stops if (place := text.find(stop)) >= 0]
+        if found:
+            place, self.stop_string = min(found, key=lambda each: each[0])
+            self._held = ""
+            return text[:place]
         waits = max((overlap(text, stop) for stop in self.stops), default=0)
         self._held = text[len(text) - waits :]
         return text[: len(text) - waits]

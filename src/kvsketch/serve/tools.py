@@ -7,14 +7,13 @@ chat template knows this form, it shows tools, calls and results itself; to othe
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 from uuid import uuid4
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
-FENCE = re.compile(r"```(?:json)?\s*(.*?)\s*```", re.DOTALL)
+FENCE = "```"  # around code in Markdown
 BARE = ("{", "[", "`")  # how an answer begins that may be a call without its tags
 RULES = """You can call these functions, given as JSON Schema:
 {tools}
@@ -34,18 +33,19 @@ def in_words(messages: Sequence[Message], tools: Sequence[dict[str, Any]]) -> li
         if message["role"] == "tool":
             text, before = f"<tool_response>\n{message['content']}\n</tool_response>", result[-1] if result else {}
             if before.get("results"):
-                before["content"] += "\n" + text
+                before["parts"].append(text)
             else:
-                result.append({"role": "user", "content": text, "results": True})
+                result.append({"role": "user", "parts": [text], "results": True})
         else:
             parts = [message["content"], *map(_written, message.get("tool_calls", ()))]
-            result.append({"role": message["role"], "content": "\n".join(part for part in parts if part)})
+            result.append({"role": message["role"], "parts": [part for part in parts if part]})
+    result = [{"role": each["role"], "content": "\n".join(each["parts"])} for each in result]
     if tools:
         rules = RULES.format(tools="\n".join(json.dumps(tool["function"], ensure_ascii=False) for tool in tools))
         if not result or result[0]["role"] != "system":
             result.insert(0, {"role": "system", "content": ""})
         result[0]["content"] = "\n\n".join(part for part in (result[0]["content"], rules) if part)
-    return [{"role": each["role"], "content": each["content"]} for each in result]
+    return result
 
 
 def _written(call: dict[str, Any]) -> str:
@@ -91,8 +91,9 @@ class Calls:
             return ("", calls) if calls else (OPEN + held, [])
         if self._begun:
             return held, []
-        fence = FENCE.fullmatch(held.strip())
-        calls = self._calls(fence[1] if fence else held, self.names)
+        if self.count and held.strip() == FENCE:
+            return "", []
+        calls = self._calls(held, self.names)
         return ("", calls) if calls else (held, [])
 
     def _next(self) -> str | list[Call] | None:
@@ -123,7 +124,7 @@ class Calls:
 
     def _calls(self, text: str, names: Collection[str] | None = None) -> list[Call]:
         """The calls that a text spells: one, a list of them, or one in each line; none if it is anything else."""
-        parts = [_call(each) for each in _data(text)]
+        parts = [_call(each) for each in _data(_without_fence(text.strip()))]
         if not parts or not all(part and (names is None or part[0] in names) for part in parts):
             return []
         result = [Call(*part, self.count + index) for index, part in enumerate(part for part in parts if part)]
@@ -134,6 +135,13 @@ class Calls:
     @property
     def ended(self) -> bool:
         return self.one and self.count > 0
+
+
+def _without_fence(text: str) -> str:
+    """What stands between the fences of Markdown; models forget either of them."""
+    if text.startswith(FENCE):
+        text = text.removeprefix(FENCE).removeprefix("json")
+    return text.removesuffix(FENCE).strip()
 
 
 def _data(text: str) -> list[Any]:

@@ -3,20 +3,21 @@
 import { go_to, marked } from "./cache.js";
 import { button, copy, element, percent } from "./dom.js";
 import { render } from "./markdown.js";
-import { held_share, near, shaded } from "./text.js";
+import { held_share, named_place, near, shaded } from "./text.js";
 
 const DOUBTFUL = 0.5; // of 1: from here on a doubt is told
-const DOUBT = "In doubt: the model was unsure of this answer. Look it up in the text, or ask the full cache.";
+const DOUBT = "Uncertain: the model was unsure of this answer. Look it up in the text, or ask the full cache.";
 
-// The box of `told`, an answer to a turn about the document `id`; `grown` is called when it has become longer.
-export function answer_box(turn, told, id, grown = () => {}) {
+// The box of `told`, an answer to a turn about the document `id` of this name; `grown` is called when it has become longer.
+export function answer_box(turn, told, { id, name }, grown = () => {}) {
   const said = element("div", "", "said"), note = element("p", "", "note"), took = element("p", "", "took");
   const doubt = element("p", "", "doubt"), actions = element("div", "", "row");
   const box = element("section", element("h4", told.title), told.kind === "full" ? "answer plain" : "answer");
   said.dir = "auto";
   actions.append(button("Copy", "small", () => copy(told.said), "Copy this answer"));
   box.append(said, note, doubt, took, actions);
-  if (id && told.kind !== "full") box.append(passages(turn, told, id));
+  const cited = element("div", "", "near");
+  if (id && told.kind !== "full") box.append(cited);
   let asked = false;
   const paint = () => {
     asked = false;
@@ -32,6 +33,10 @@ export function answer_box(turn, told, id, grown = () => {}) {
     took.textContent = told.took;
     actions.hidden = now || !told.said;
     paint();
+    // Where the document is gone or its text does not come, the answer stands without a passage.
+    if (!now && told.said && id && told.kind !== "full") {
+      show_passages(cited, turn, told, id, name).then(grown, () => cited.replaceChildren());
+    }
   };
   const grow = () => {
     if (!asked) requestAnimationFrame(paint);
@@ -41,22 +46,25 @@ export function answer_box(turn, told, id, grown = () => {}) {
   return { element: box, write, grow, tell: (words) => { note.textContent = words; } };
 }
 
-// They are looked for when somebody wants to see them.
-function passages(turn, told, id) {
-  const box = element("details", element("summary", "passages of the document near this answer, and how much of them is held"), "near");
-  box.addEventListener("toggle", async () => {
-    if (!box.open) return;
-    const { text, runs } = await marked(id), result = near(text, `${turn.question} ${told.said}`);
-    const lines = result.map((each) => passage(id, text, runs, each));
-    box.replaceChildren(box.firstChild, ...(lines.length ? lines : [element("p", "none shares a word with it")]));
-  });
-  return box;
+// The passage that is nearest to an answer by its words, as a citation; others below it.
+async function show_passages(box, turn, told, id, name) {
+  const { text, runs, places } = await marked(id), found = near(text, `${turn.question} ${told.said}`);
+  const [first, ...others] = found.map((each) => passage(id, text, runs, each, named_place(name, places, each.start)));
+  if (!first) return box.replaceChildren();
+  const parts = [element("p", "Nearest passage in the document", "hint"), first];
+  if (others.length) {
+    const more = element("details", element("summary", `${others.length} more`));
+    more.append(...others);
+    parts.push(more);
+  }
+  box.replaceChildren(...parts);
 }
 
-function passage(id, text, runs, { start, end }) {
+function passage(id, text, runs, { start, end }, place) {
   const made = button("", "passage", () => go_to(id, start, end, made));
-  const share = percent(held_share(runs, start, end));
-  made.append(...shaded(text, runs, start, end), element("small", `held in ${share} of the heads · go to its place`));
+  const source = element("small", element("b", place));
+  source.append(` · ${percent(held_share(runs, start, end))} of the heads store it · show it in the text`);
+  made.append(...shaded(text, runs, start, end), source);
   return made;
 }
 

@@ -5,24 +5,25 @@ import { call, get } from "./server.js";
 import { in_units, shaded } from "./text.js";
 
 const SHOWN = 300000; // characters of a document that are marked
-const texts = new Map(); // id -> {text, runs}
+const texts = new Map(); // id -> {text, runs, places}
 let shown = null;
 
 export const text_of = async (id) => texts.get(id)?.text ?? (await (await call(`v1/documents/${id}/text`)).text());
 export const forget_text = (id) => texts.delete(id);
 
-// A document's text, and the runs [start, end, level] of it.
+// A document's text, the runs [start, end, level] of it, and the places [start, name] of its pages.
 export async function marked(id) {
   if (!texts.has(id)) {
     const [text, runs] = await Promise.all([text_of(id), get(`v1/documents/${id}/passages`)]);
-    texts.set(id, { text, runs: in_units(text, runs.data) });
+    texts.set(id, { text, runs: in_units(text, runs.data), places: in_units(text, runs.places || []) });
   }
   return texts.get(id);
 }
 
 export function hide() {
   shown = null;
-  $("cache").hidden = $("passages").hidden = true;
+  $("cache").hidden = $("passages").hidden = $("back").hidden = true;
+  $("text").replaceChildren();
 }
 
 export async function show(each) {
@@ -33,7 +34,7 @@ export async function show(each) {
   const mean = all.reduce((sum, slots) => sum + slots, 0) / all.length;
   numbers([
     ["tokens read", count(each.tokens)],
-    ["kept by a head", `${count(Math.round(mean))} on average (${percent(mean / each.tokens)})`],
+    ["stored by a head", `${count(Math.round(mean))} on average (${percent(mean / each.tokens)})`],
     ["cache", `${megabytes(held)}, ${percent(held / each.full_bytes)} of full`],
     ["read in", `${seconds(1000 * each.seconds)} (${count(Math.round(each.tokens / each.seconds))} tokens/s)`],
     ["method", each.method],
@@ -54,8 +55,8 @@ function bars(full_bytes, held) {
   full.style.width = "100%";
   full.textContent = `full cache ${megabytes(full_bytes)}`;
   small.style.width = `${Math.min(100, (100 * held) / full_bytes)}%`;
-  small.textContent = `held ${megabytes(held)}`;
-  $("bytes").setAttribute("aria-label", `The cache holds ${megabytes(held)}; the full cache would hold ${megabytes(full_bytes)}`);
+  small.textContent = `compressed ${megabytes(held)}`;
+  $("bytes").setAttribute("aria-label", `The compressed cache takes ${megabytes(held)}; the full cache would take ${megabytes(full_bytes)}`);
 }
 
 function picture(each) {
@@ -68,13 +69,13 @@ function picture(each) {
     layers.forEach((layer, number) => {
       const cell = element("i");
       cell.style.opacity = 0.06 + 0.94 * ((layer[head] || 0) / each.tokens);
-      cell.title = `layer ${number}, head ${head}: ${count(layer[head] || 0)} slots`;
+      cell.title = `layer ${number}, head ${head}: ${count(layer[head] || 0)} tokens`;
       cells.push(cell);
     });
   }
   grid.replaceChildren(...cells);
-  grid.setAttribute("aria-label", `${layers.length} layers of ${heads} heads; a head holds ${count(least)} to ${count(most)} slots`);
-  $("slots-hint").textContent = `Each column is a layer, each row a head. A head holds ${count(least)} to ${count(most)} of ${count(each.tokens)} tokens.`;
+  grid.setAttribute("aria-label", `${layers.length} layers of ${heads} heads; a head stores ${count(least)} to ${count(most)} tokens`);
+  $("slots-hint").textContent = `Each column is a layer, each row a head. A head stores ${count(least)} to ${count(most)} of ${count(each.tokens)} tokens.`;
 }
 
 // The text of a document from its beginning, or around a place that is marked.

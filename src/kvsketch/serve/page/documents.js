@@ -7,7 +7,7 @@ import { call, get, post } from "./server.js";
 const POLL = 500; // ms between looks at a document that is being read
 // `sent`: while a file is being sent, a promise that is kept when it has arrived and is chosen
 export const state = { model: "", method: "", whole: 0, documents: [], chosen: null, sent: null };
-export const changes = new EventTarget(); // "listed", "chosen", and "deleted" with the id as its detail
+export const changes = new EventTarget(); // "listed", "chosen", "talked", and "deleted" with the id as its detail
 
 export const document_of = (id) => state.documents.find((each) => each.id === id);
 export const name_of = (each) => each.name || "pasted text";
@@ -21,18 +21,28 @@ export async function refresh() {
   // A list that comes after a later one does not know the documents that were sent since.
   if (look > newest) {
     newest = look;
-    state.documents = data.filter((each) => each.status !== "other_model");
+    state.documents = data;
   }
   const shown = state.documents.filter(is_shown);
   const focused = document.activeElement?.dataset?.id;
   $("list").replaceChildren(...shown.reverse().map(row));
   if (focused) $("list").querySelector(`.choose[data-id="${focused}"]`)?.focus();
   changes.dispatchEvent(new Event("listed"));
+  if (state.chosen && !document_of(state.chosen)) leave_deleted();
   return shown;
 }
 
-// A second reading with the full cache is there for comparisons only; a short text has no other.
-const is_shown = (each) => each.method === state.method || state.method === "full" || each.tokens < state.whole;
+// A second reading with the full cache is there for comparisons only.
+const is_shown = (each) => each.method !== "full" || state.method === "full" || !state.documents.some((other) => is_twin(each, other));
+const is_twin = (full, other) => other.method !== "full" && other.name === full.name && other.characters === full.characters;
+
+// Somebody else has deleted the document that is chosen here.
+function leave_deleted() {
+  changes.dispatchEvent(new CustomEvent("deleted", { detail: state.chosen }));
+  forget_text(state.chosen);
+  say_there("the document was deleted");
+  choose_document(null);
+}
 
 // Whether the server works on something else than answers.
 export const is_reading = () => state.documents.some((each) => is_shown(each) && each.status === "reading");
@@ -42,8 +52,11 @@ function row(each) {
   choose.dataset.id = each.id;
   choose.setAttribute("aria-pressed", String(state.chosen === each.id));
   choose.append(element("small", told(each), each.status === "failed" ? "wrong" : ""));
-  item.append(choose, button("✕", "remove", () => remove_document(each), `Delete ${name_of(each)}`));
-  if (is_open(each)) {
+  choose.disabled = each.status === "other_model";
+  choose.title = [name_of(each), each.note].filter(Boolean).join("\n");
+  if (!is_open(each)) item.append(choose, button("✕", "remove", () => remove_document(each), `Delete ${name_of(each)}`));
+  else {
+    item.append(choose, button("Cancel", "small", () => remove_document(each, false), `Cancel reading ${name_of(each)}`));
     const bar = element("progress");
     bar.max = each.tokens;
     bar.value = each.tokens_read;
@@ -56,43 +69,61 @@ function row(each) {
 function told(each) {
   if (each.status === "waiting") return "waiting to be read";
   if (each.status === "failed") return `could not be read: ${each.error}`;
-  return each.status === "reading" ? `reading: ${count(each.tokens_read)} of ${count(each.tokens)} tokens` : `${count(each.tokens)} tokens`;
+  if (each.status === "other_model") return "read with another model: send the file again to ask about it";
+  if (each.status === "reading") return `reading: ${count(each.tokens_read)} of ${count(each.tokens)} tokens`;
+  const usual = each.method === state.method || (each.method === "full" && each.tokens < state.whole);
+  return `${count(each.tokens)} tokens${usual ? "" : ` · compressed with another method, ${each.method}`}`;
 }
 
 // ---- sending
 
-async function add(sending, name) {
+let sending = null; // ends what is being sent
+
+// `send` is given a signal and returns the promise of an answer.
+async function add(send, name) {
+  const stop = sending = new AbortController();
   try {
     say_there(`sending ${name}`);
-    state.sent = choose_sent(sending).finally(() => { state.sent = null; });
+    $("cancel").hidden = false;
+    state.sent = choose_sent(send(stop.signal)).finally(() => {
+      state.sent = null;
+      if (sending === stop) $("cancel").hidden = true;
+    });
     await until_read(await state.sent, name);
   } catch (error) {
-    say_there(`${name}: ${error.message}`, true);
+    const stopped = error.name === "AbortError";
+    const told = error.message.startsWith(name) ? error.message : `${name}: ${error.message}`;
+    say_there(stopped ? `${name} was not sent` : told, !stopped);
   }
 }
 
-async function choose_sent(sending) {
-  const sent = await (await sending).json();
+export const stop_sending = () => sending?.abort();
+
+async function choose_sent(answer) {
+  const sent = await (await answer).json();
   if (!document_of(sent.id)) state.documents.push(sent);
   await choose_document(sent.id);
   return sent.id;
 }
 
-export const add_text = (text, name) => add(post("v1/documents", { text, name }), name);
+export const add_text = (text, name) => add((signal) => post("v1/documents", { text, name }, { signal }), name);
 
-export function add_file(file) {
+// Files of one form are one document.
+export function add_files(files) {
   const form = new FormData();
-  form.append("file", file);
-  return add(call("v1/documents", { method: "POST", body: form }), file.name);
+  for (const file of files) form.append("file", file);
+  const name = files.map((file) => file.name).join(", ");
+  return add((signal) => call("v1/documents", { method: "POST", body: form, signal }), name);
 }
 
 async function until_read(id, name) {
   for (;;) {
     await refresh();
     const each = document_of(id);
-    if (!each || each.status === "failed") return say_there(each ? `${name}: ${each.error}` : `${name} was deleted`, true);
+    if (!each) return;
+    if (each.status === "failed") return say_there(`${name}: ${each.error}`, true);
     if (each.status === "ready") {
-      say_there(`${name} is read; ask about it`);
+      say_there(`${name} is read; ask about it${each.note ? `. ${each.note}` : ""}`);
       if (state.chosen === id) await show(each);
       return;
     }
@@ -132,14 +163,16 @@ function tell_choice(each) {
   $("about").textContent = each ? `About ${each.name || "the pasted text"}` : "Without a document, questions go to the model alone.";
 }
 
-async function remove_document(each) {
-  if (!confirm(`Delete ${each.name || "the pasted text"}, its cache and its conversation?`)) return;
+async function remove_document(each, asks = true) {
+  if (asks && !confirm(`Delete ${each.name || "the pasted text"}, its cache and its conversation?`)) return;
   try {
-    for (const id of [...(await twins(each)), each.id]) {
-      await call(`v1/documents/${id}`, { method: "DELETE" });
+    // The reading with the full cache goes with it.
+    const gone = await (await call(`v1/documents/${each.id}`, { method: "DELETE" })).json();
+    for (const id of [each.id, ...gone.also_deleted]) {
       forget_text(id);
       changes.dispatchEvent(new CustomEvent("deleted", { detail: id }));
     }
+    say_there(asks ? `${name_of(each)} was deleted` : `${name_of(each)} was not read`);
     await choose_document(state.chosen === each.id ? null : state.chosen);
   } catch (error) {
     say_there(error.message, true);
@@ -147,21 +180,13 @@ async function remove_document(each) {
   $("file").focus();
 }
 
-// The readings of the same text with the full cache, which no list shows.
-async function twins(each) {
-  const alike = state.documents.filter((other) => !is_shown(other) && other.method === "full" && other.characters === each.characters);
-  if (!alike.length) return [];
-  const text = await text_of(each.id);
-  const same = await Promise.all(alike.map(async (other) => (await text_of(other.id)) === text));
-  return alike.filter((_, place) => same[place]).map((other) => other.id);
-}
-
 let opened = false; // whether the documents were listed before
 
 // The documents of a server that was just reached. A choice that somebody has made stays, also that of no document.
 export async function open_documents() {
   const before = state.chosen, shown = await refresh(), wanted = location.hash.slice(1);
-  const first = shown.find((each) => each.id === wanted) || (opened && !before ? null : shown[0]);
+  const ours = shown.filter((each) => each.status !== "other_model");
+  const first = ours.find((each) => each.id === wanted) || (opened && !before ? null : ours[0]);
   opened = true;
   if (first && state.chosen === before) await choose_document(first.id);
   else if (!state.chosen) tell_choice(null);

@@ -19,7 +19,7 @@ export function button(content, name, action, label = "") {
 
 export const count = (number) => number.toLocaleString("en");
 export const megabytes = (bytes) => (bytes < 1e6 ? `${(bytes / 1e3).toFixed(0)} kB` : `${(bytes / 1e6).toFixed(1)} MB`);
-export const percent = (share) => `${(100 * share).toFixed(share < 0.1 ? 1 : 0)}%`;
+export const percent = (share) => `${(100 * share).toFixed(share && share < 0.1 ? 1 : 0)}%`;
 export const seconds = (ms) => `${(ms / 1000).toFixed(ms < 9950 ? 1 : 0)} s`;
 export const wait = (ms) => new Promise((resolve) => setTimeout(resolve, ms));
 

@@ -1,10 +1,10 @@
 // The page: what people do with its buttons, and the start.
 
-import { add_file, add_text, open_documents, state } from "./documents.js";
-import { $, count, say } from "./dom.js";
+import { add_files, add_text, changes, document_of, open_documents, refresh, state, stop_sending } from "./documents.js";
+import { $, button, count, say } from "./dom.js";
 import { load_settings, save_settings, USUAL } from "./kept.js";
-import { get, server } from "./server.js";
-import { ask, draw, edit, export_conversation, forget_all, forget_conversation, stop, take_edited } from "./talk.js";
+import { call, get, server } from "./server.js";
+import { ask, draw, edit, export_conversation, forget_all, forget_conversation, is_asked, stop, take_edited } from "./talk.js";
 
 const FIELDS = { temperature: Number, max_tokens: Number, system: String };
 // Until the server is reached and a document chosen: a promise of that. Where it is broken, the next question tries again.
@@ -36,9 +36,9 @@ async function ask_all() {
 // The document that the page opens with, or a file that is being sent.
 async function what_they_are_about() {
   if (broken) start();
-  if (opening) say("waits in line: the page is being opened");
+  if (opening) say("waiting: the page is being opened");
   await opening;
-  if (state.sent) say("waits in line: the file is being sent");
+  if (state.sent) say("waiting: the file is being sent");
   await state.sent?.catch(() => { throw new Error("the file was not sent"); });
 }
 
@@ -83,9 +83,28 @@ $("usual").addEventListener("click", () => {
 // ---- documents
 
 $("file").addEventListener("change", (event) => {
-  if (event.target.files[0]) add_file(event.target.files[0]);
+  take_files([...event.target.files]);
   event.target.value = "";
 });
+$("cancel").addEventListener("click", stop_sending);
+
+let chosen_files = []; // several, of which it is not known yet whether they are one document
+
+function take_files(files) {
+  chosen_files = files.length > 1 ? files : [];
+  $("several").hidden = !chosen_files.length;
+  $("several-title").textContent = `${files.length} files: ${files.map((each) => each.name).join(", ")}`;
+  if (chosen_files.length) $("as-one").focus();
+  else if (files.length) add_files(files);
+}
+
+async function read_chosen(documents) {
+  take_files([]);
+  for (const files of documents) await add_files(files);
+}
+$("as-one").addEventListener("click", () => read_chosen([chosen_files]));
+$("as-many").addEventListener("click", () => read_chosen(chosen_files.map((file) => [file])));
+$("as-none").addEventListener("click", () => read_chosen([]));
 $("paste-form").addEventListener("submit", (event) => {
   event.preventDefault();
   const text = $("pasted").value;
@@ -99,19 +118,49 @@ for (const kind of ["dragenter", "dragover", "dragleave", "drop"]) {
     event.preventDefault();
     document.body.classList.toggle("dragging", kind === "dragenter" || kind === "dragover");
     if (kind !== "drop") return;
-    const file = event.dataTransfer.files[0], text = event.dataTransfer.getData("text");
-    if (file) add_file(file);
+    const files = [...event.dataTransfer.files], text = event.dataTransfer.getData("text");
+    if (files.length) take_files(files);
     else if (text) add_text(text, "dropped text");
   });
 }
+
+// ---- the sample: a document and questions for whoever has none at hand
+
+const SAMPLE = "Skerrow Lighthouse (sample)";
+const QUESTIONS = ["What does a family ticket cost?", "When does the last tour begin?", "What should I do if the lamp fails at night?"];
+
+function offer_sample() {
+  const is_chosen = document_of(state.chosen)?.name === SAMPLE, left = QUESTIONS.filter((each) => !is_asked(each));
+  $("sample").hidden = !left.length || !(is_chosen || (opened && !state.documents.length && !state.sent));
+  $("sample-title").textContent = is_chosen ? "Questions to try:" : "No document at hand? Read a sample, the handbook of a lighthouse, and ask:";
+  $("sample-questions").replaceChildren(...left.map((each) => button(each, "small", () => ask_sample(each, is_chosen))));
+}
+
+async function ask_sample(question, is_chosen) {
+  try {
+    const text = is_chosen ? "" : await (await call("sample.md")).text();
+    if (text) add_text(text, SAMPLE);
+    $("question").value = question;
+    $("ask").requestSubmit();
+    offer_sample();
+  } catch (error) {
+    say(error.message, true);
+  }
+}
+for (const kind of ["listed", "chosen", "talked"]) changes.addEventListener(kind, offer_sample);
+
+let opened = false; // whether the documents of the server are known
 
 async function open_page() {
   const [model] = (await get("v1/models")).data;
   Object.assign(state, { model: model.id, method: model.method, whole: model.whole_below });
   $("compare-label").hidden = model.method === "full";
   await open_documents();
+  opened = true;
   draw();
-  $("model").textContent = `${model.id} · ${model.method} · up to ${count(model.context)} tokens`;
+  offer_sample();
+  $("model").textContent = `${model.id} · reads up to ${count(model.context)} tokens`;
+  $("model").title = `method: ${model.method}`;
 }
 
 async function start(greeting = "") {
@@ -128,10 +177,15 @@ async function start(greeting = "") {
   }
 }
 
+server.addEventListener("lost", () => { $("model").textContent = "not connected: trying again…"; });
 server.addEventListener("back", () => start("the server is back"));
+// Another page may have changed the list meanwhile.
+document.addEventListener("visibilitychange", () => {
+  if (!document.hidden && opened) refresh().catch(() => {});
+});
 // What gets the focus or is followed is not hidden behind the question.
 new ResizeObserver(() => {
-  document.documentElement.style.scrollPaddingBottom = `${$("ask").offsetHeight}px`;
+  document.documentElement.style.setProperty("--ask", `${$("ask").offsetHeight}px`);
 }).observe($("ask"));
 show_settings(load_settings());
 start();

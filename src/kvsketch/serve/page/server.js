@@ -3,16 +3,19 @@
 import { $, wait } from "./dom.js";
 
 const AGAIN = 2000; // ms between looks for a server that has gone
+const PULSE = 5000; // ms between looks at whether it is there
 const GONE = "the server does not answer: it was stopped, or the connection is lost";
 let looking = false;
-export const server = new EventTarget(); // "back": it answers again
+export const server = new EventTarget(); // "lost": it does not answer; "back": it does again
 
 export async function call(path, options = {}) {
   const key = sessionStorage.getItem("kvsketch-key");
   const headers = { ...(options.headers || {}), ...(key ? { Authorization: `Bearer ${key}` } : {}) };
   const response = await fetch(path, { ...options, headers }).catch(lost);
   if (response.status === 401) {
-    await ask_for_key();
+    // Another request may have got the right key meanwhile.
+    if (sessionStorage.getItem("kvsketch-key") === key) await ask_for_key(Boolean(key));
+    options.signal?.throwIfAborted();
     return call(path, options);
   }
   if (!response.ok) {
@@ -36,13 +39,21 @@ function lost(error) {
 async function look_again() {
   if (looking) return;
   looking = true;
+  server.dispatchEvent(new Event("lost"));
   do await wait(AGAIN); while (!(await fetch("health").then((response) => response.ok, () => false)));
   looking = false;
   server.dispatchEvent(new Event("back"));
 }
 
-function ask_for_key() {
+// Whether the server is there is seen before somebody asks it something.
+setInterval(() => {
+  if (!document.hidden && !looking) fetch("health").catch(look_again);
+}, PULSE);
+
+function ask_for_key(wrong) {
   const dialog = $("key");
+  $("key-wrong").hidden = !wrong;
+  if (wrong) $("key-value").select();
   if (!dialog.open) dialog.showModal();
   return new Promise((resolve) => {
     dialog.addEventListener("close", () => {

@@ -1,7 +1,7 @@
 // Conversations: a line of questions that are answered one at a time, kept for each document.
 
 import { answer_box, as_markdown } from "./answer.js";
-import { changes, document_of, is_reading, read_in_full, state } from "./documents.js";
+import { changes, document_of, is_reading, name_of, read_in_full, state } from "./documents.js";
 import { $, button, count, download, element, percent, say, seconds } from "./dom.js";
 import { forget_all_talks, forget_talk, load_settings, load_talk, on_change_elsewhere, save_talk } from "./kept.js";
 import { events, post } from "./server.js";
@@ -15,6 +15,8 @@ let follows = true; // whether the page scrolls with the answer
 let leaving = false; // requests end with the page, which is not what happened to them
 
 const here = () => state.chosen || "";
+const about = (id) => ({ id, name: document_of(id) ? name_of(document_of(id)) : "" });
+export const is_asked = (question) => turns_of(here()).some((turn) => turn.question === question);
 
 // A turn is what is kept of a question: {question, both, settings, note, answers: {held, full}}.
 function turns_of(id) {
@@ -29,7 +31,7 @@ function turns_of(id) {
 // The page was closed while this was answered or waited.
 function break_off(turn) {
   const last = Object.values(turn.answers).at(-1);
-  if (last) last.note ||= "broken off: the page was closed";
+  if (last) last.note ||= "interrupted: the page was closed";
   else turn.note = "not asked: the page was closed";
   turn.done = true;
 }
@@ -68,7 +70,7 @@ function advance() {
       follow(id);
     });
   }
-  for (const { id, turn } of line) note(turn, ready({ id }) ? "waits in line: another answer comes first" : "waits in line: the document is being read");
+  for (const { id, turn } of line) note(turn, ready({ id }) ? "waiting: another answer comes first" : "waiting: the document is being read");
   draw_buttons();
 }
 
@@ -100,8 +102,8 @@ async function work(job) {
   say("answering…");
   try {
     // One after the other: each side is measured alone.
-    await answer(job, "held", document_of(job.id)?.method || state.model, () => job.id);
-    if (turn.both) await answer(job, "full", "full cache", (box) => read_in_full(job.id, (share) => tell_reading(job, box, share)));
+    await answer(job, "held", title_of(document_of(job.id)), () => job.id);
+    if (turn.both) await answer(job, "full", "Answer from the full cache", (box) => read_in_full(job.id, (share) => tell_reading(job, box, share)));
     say("");
   } catch (error) {
     const stopped = error.name === "AbortError";
@@ -110,6 +112,12 @@ async function work(job) {
     turn.done = true;
     if (!leaving) save_talk(job.id, turns_of(job.id));
   }
+}
+
+// In words: the name of a method says nothing to most people.
+function title_of(each) {
+  if (!each || each.method === "full") return "Answer";
+  return `Answer from the compressed cache, ${percent((each.device_bytes + each.host_bytes) / each.full_bytes)} of the full one`;
 }
 
 function tell_reading(job, box, share) {
@@ -122,7 +130,7 @@ function tell_reading(job, box, share) {
 async function answer(job, kind, title, document_for) {
   const { turn } = job, told = { kind, title, said: "", took: "", note: "", wrong: false, doubt: null };
   turn.answers[kind] = told;
-  const box = answer_box(turn, told, job.id, () => follow(job.id));
+  const box = answer_box(turn, told, about(job.id), () => follow(job.id));
   views.get(turn)?.querySelector(".answers").append(box.element);
   box.write(true);
   try {
@@ -132,7 +140,7 @@ async function answer(job, kind, title, document_for) {
   } catch (error) {
     const stopped = error.name === "AbortError";
     told.wrong = !stopped;
-    told.note = `${stopped ? "stopped" : `broken off: ${error.message}`}${stopped && !told.said ? " before the first word" : ""}`;
+    told.note = `${stopped ? "stopped" : `interrupted: ${error.message}`}${stopped && !told.said ? " before the first word" : ""}`;
     throw error;
   } finally {
     box.write(false);
@@ -190,6 +198,7 @@ export function draw() {
   const turns = turns_of(here());
   $("turns").replaceChildren(...turns.map((turn) => views.get(turn) || view(turn, here())));
   draw_buttons();
+  changes.dispatchEvent(new Event("talked"));
 }
 
 function view(turn, id) {
@@ -199,7 +208,7 @@ function view(turn, id) {
     button("Edit", "small", () => edit(turn), "Edit this question"),
     button("Retry", "small retry", () => retry(turn), "Ask this again"),
   );
-  for (const told of Object.values(turn.answers)) answers.append(answer_box(turn, told, id).element);
+  for (const told of Object.values(turn.answers)) answers.append(answer_box(turn, told, about(id)).element);
   made.append(asked, element("p", turn.note, "note"), answers);
   views.set(turn, made);
   return made;
@@ -226,8 +235,12 @@ function follow(id) {
   if (follows && id === here()) $("end").scrollIntoView({ block: "nearest" });
 }
 
+let scrolled = 0;
+// What grows below moves the end away too: only somebody who goes up leaves it.
 addEventListener("scroll", () => {
-  follows = $("end").getBoundingClientRect().top < innerHeight - $("ask").offsetHeight + 40;
+  const at_end = $("end").getBoundingClientRect().top < innerHeight - $("ask").offsetHeight + 40;
+  if (at_end || scrollY < scrolled) follows = at_end;
+  scrolled = scrollY;
 }, { passive: true });
 
 // ---- what people do with it

@@ -54,25 +54,41 @@ function line_ends(text, at) {
 
 // The sentences that share the rarest words with a question and its answer.
 export function near(text, words) {
-  const of = (each) => new Set(each.toLowerCase().match(/[\p{L}\p{N}]{2,}/gu) || []);
-  const wanted = of(words), seen = new Map();
-  const all = sentences(text).filter(([start, end]) => end - start > SHORTEST)
-    .map(([start, end]) => ({ start, end, words: of(text.slice(start, end)) }));
-  for (const each of all) for (const word of each.words) seen.set(word, (seen.get(word) || 0) + 1);
+  const wanted = words_of(words), { all, seen } = index(text);
   const rarity = (word) => Math.log(1 + all.length / seen.get(word));
-  for (const each of all) {
+  const score = (each) => {
     const shared = [...each.words].filter((word) => wanted.has(word));
-    each.score = shared.reduce((sum, word) => sum + rarity(word), 0) / Math.sqrt(4 + each.words.size);
-  }
-  return all.filter((each) => each.score > 0).sort((a, b) => b.score - a.score).slice(0, NEAR);
+    return shared.reduce((sum, word) => sum + rarity(word), 0) / Math.sqrt(4 + each.words.size);
+  };
+  const scored = all.map(({ start, end, words: own }) => ({ start, end, score: score({ words: own }) }));
+  return scored.filter((each) => each.score > 0).sort((a, b) => b.score - a.score).slice(0, NEAR);
 }
 
-// Places in a text are code points for the server and UTF-16 units here.
+const words_of = (text) => new Set(text.toLowerCase().match(/[\p{L}\p{N}]{2,}/gu) || []);
+let last = { text: null }; // the text that was looked through last
+
+// The sentences of a text with their words, and in how many of them a word is.
+function index(text) {
+  if (last.text === text) return last;
+  const seen = new Map(), all = sentences(text).filter(([start, end]) => end - start > SHORTEST)
+    .map(([start, end]) => ({ start, end, words: words_of(text.slice(start, end)) }));
+  for (const each of all) for (const word of each.words) seen.set(word, (seen.get(word) || 0) + 1);
+  return (last = { text, all, seen });
+}
+
+// Places in a text are code points for the server and UTF-16 units here: those of [from, to, level] or [from, name].
 export function in_units(text, runs) {
   if (!/[\ud800-\udbff]/.test(text)) return runs;
   const places = [0];
   for (const point of text) places.push(places.at(-1) + point.length);
-  return runs.map(([from, to, level]) => [places[from], places[to], level]);
+  return runs.map((run) => run.map((each, at) => (at < run.length - 1 ? places[each] : each)));
+}
+
+// Where a passage is, for people: the file and its page.
+export function named_place(name, places, start) {
+  const place = places.findLast(([from]) => from <= start)?.[1] || "";
+  // The places of files that were joined name the file themselves.
+  return place && !/^(?:page|slide|sheet|chapter) /.test(place) ? place : [name, place].filter(Boolean).join(", ");
 }
 
 // A part of a text, marked by how many heads hold it.
