@@ -101,10 +101,10 @@ def require_same(result: list[list[int]], wanted: list[tuple[list[int], torch.Te
 def engine(folder: Path, method: str, **options: Any) -> LLM:
     settings = {
         "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "attention_backend": "CUSTOM",
-        "dtype": "float32",
+        "dtype": "float32", "disable_log_stats": True,
     } | options  # fmt: skip
     return LLM(
-        str(folder), skip_tokenizer_init=True, enforce_eager=True, disable_log_stats=True,
+        str(folder), skip_tokenizer_init=True, enforce_eager=True,
         additional_config={"kvsketch": method}, **settings,
     )  # fmt: skip
 
@@ -166,23 +166,21 @@ def test_layers_that_decide_together(folder: Path, options: str, tie: float) -> 
     assert later[:63] == wanted[0][0][:63] and later != wanted[0][0], "nothing was rehearsed behind the prompt"
 
 
-def test_chunks_of_a_prompt_are_turns(folder: Path) -> None:
-    method, chunk = "rehearse:budget=40:wait=64:recent=8:bits=16", 32
-    llm = engine(folder, method, max_num_batched_tokens=4 * chunk + 4, long_prefill_token_threshold=chunk)
-    texts = prompts(70, 90, 43, 100, 64)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    wanted = []
-    for text in texts:
-        cache, logits = kvsketch.CompressedCache(model, method), []
-        parts = [*torch.tensor([text]).split(chunk, 1)]
-        with torch.no_grad():
-            while len(logits) < NEW:
-                last = model(parts.pop(0), past_key_values=cache).logits[:, -1]
-                if not parts:
-                    logits.append(last)
-                    parts.append(last.argmax(-1, keepdim=True))
-        wanted.append((torch.cat(logits).argmax(-1).tolist(), torch.cat(logits)))
-    require_same(served(llm, texts), wanted, tie=0.002)
+def test_a_divided_prompt_is_a_whole_one(folder: Path) -> None:
+    """Read 32 tokens at a time, beside others; rehearsed 64 at a time."""
+    method = "rehearse:budget=40:wait=64:chunk=64:recent=8:bits=16"
+    llm = engine(folder, method, max_num_batched_tokens=132, long_prefill_token_threshold=32)
+    texts = prompts(70, 200, 99, 130, 64, 163)
+    require_same(served(llm, texts), answers(folder, method, texts, NEW), tie=0.002)
+
+
+@pytest.mark.parametrize(("options", "tie"), [("bytes=1/4:bits=16", 0.002), ("bytes=1/8", 0.5)])
+def test_a_share_is_of_each_prompt(folder: Path, options: str, tie: float) -> None:
+    """What a user writes, and no more: prompts are divided, and new tokens are rehearsed behind them."""
+    method, new = f"rehearse:{options}:wait=64:recent=8", 70
+    llm = engine(folder, method, max_num_batched_tokens=128)
+    texts = prompts(400, 150, 300)
+    require_same(served(llm, texts, new), answers(folder, method, texts, new), tie)
 
 
 # Noise and scores by head: a process that took its heads for the first ones would keep other tokens.

@@ -62,13 +62,33 @@ def test_who_was_used_longest_ago_makes_room() -> None:
     assert document.place == 2 and {*books.documents} == {"handbook", "third"}
 
 
+def test_who_continues_a_document_waits_until_it_is_read() -> None:
+    books = Library(2)
+    books.store("a", "handbook", HANDBOOK)
+    assert books.is_reading([*HANDBOOK, 7], None) and books.is_reading([7], "handbook")
+    assert not books.is_reading([*NOVEL, 7], None) and not books.is_reading([7], "novel")
+    books.stored("handbook")
+    assert not books.is_reading([*HANDBOOK, 7], None) and not books.is_reading([7], "handbook")
+    books.drop("handbook")
+    assert books.use("b", [*HANDBOOK, 7], None) == Use()
+
+
+def test_a_reset_forgets_the_documents_that_nobody_reads() -> None:
+    books = library()
+    books.files = {"novel": Filed(Path("novel.kvs"), 200, digest(NOVEL))}
+    books.use("c", [1, 2], "handbook")
+    assert books.clear({"c"}) == [] and {*books.documents} == {"handbook"}
+    assert books.clear(set()) == ["handbook"] and not books.documents
+    assert books.use("d", [*NOVEL, 4], None).before == 200, "it is read from its file"
+
+
 def test_a_document_in_use_stays() -> None:
     books = library()
     books.use("c", [1], "handbook")
     books.use("d", [1], "novel")
     with pytest.raises(ValueError, match="all 2 documents are in use"):
         books.store("e", "third", NOVEL)
-    with pytest.raises(ValueError, match="'novel' is in use by 1 requests"):
+    with pytest.raises(ValueError, match="'novel' is in use by 1 request;"):
         books.store("e", "novel", NOVEL)
     books.release("d")
     assert books.store("e", "novel", NOVEL[:90]).place == 2
@@ -110,8 +130,9 @@ def test_settings_of_the_connector() -> None:
     assert documents_asked(config(None)) is None
     assert documents_asked(config("KVSketchDocuments", budget=16384, count=8)) == DocumentsAsked(16384, 8)
     assert documents_asked(config("KVSketchDocuments", budget=512)).count == 4  # type: ignore[union-attr]
+    assert documents_asked(config("KVSketchDocuments")) is None  # turns alone
     with pytest.raises(ValueError, match="budget=None is no whole number"):
-        documents_asked(config("KVSketchDocuments"))
+        documents_asked(config("KVSketchDocuments", count=2))
     with pytest.raises(ValueError, match="knows no 'budgets'; use budget, count, folder"):
         documents_asked(config("KVSketchDocuments", budget=5, budgets=6))
     with pytest.raises(ValueError, match="another KV connector than its own"):

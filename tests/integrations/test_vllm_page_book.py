@@ -64,3 +64,12 @@ def test_more_requests_than_pages_are_an_error() -> None:
     book = opened()
     with pytest.raises(RuntimeError, match="5 requests run together, and there are 4 pages"):
         book.begin([1, 2, 3, 4, 5], [1, 2, 3, 4, 5])
+
+
+def test_what_the_device_forgets_in_its_sleep_is_known_again() -> None:
+    book = opened()
+    book.begin([7, 9], [7, 9])
+    (page,) = pages(book, 9)
+    book.table.fill_(1 << 40)
+    book.begin([3], [3, 9])
+    assert pages(book, 0, 9) == [0, page] and pages(book, 3)[0] not in (0, page)

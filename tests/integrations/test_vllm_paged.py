@@ -15,16 +15,18 @@ from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
 from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
+from kvsketch.slots import rollback
 from kvsketch.slots.codes import FewBits, SlotCodes
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import Pages
-from kvsketch.slots.table import ExactTable, Place, SlotTable
+from kvsketch.slots.table import SlotTable
 from tests.ops.formula import needs_triton
 
 HEADS, GROUP, SIZE = 2, 2, 8
 METHODS = [
     "streamingllm:budget=12:sinks=2",
     "uniform:budget=12:sinks=2:recent=4",
-    "kcenter:budget=12:recent=4:weights=count",
+    "kcenter:budget=12:recent=4",
     "h2o:budget=12",
     "keyformer:budget=12:horizon=6",
     "keyformer:budget=12:compat=official",
@@ -48,15 +50,15 @@ class Alone:
     no mean to be coded around.
     """
 
-    def __init__(self, text: str, place: Place, options: dict[str, Any] | None = None) -> None:
-        self.method, self.table, self.options = parse_method(text), ExactTable(**vars(place)), options or {}
+    def __init__(self, text: str, place: LayerContext, options: dict[str, Any] | None = None) -> None:
+        self.method, self.table, self.options = parse_method(text), SlotTable(place), options or {}
 
     def read(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         table, past = self.table, None
-        if table.bits and table.empty and q.shape[2] == 1:
+        if table.context.bits and table.empty and q.shape[2] == 1:
             self._begin_around_zero(k, v)
-        if table.bits and not table.empty and q.shape[2] == 1:
+        if table.context.bits and not table.empty and q.shape[2] == 1:
             table.append(k, v)
             out = ops.weighted_attention(q, *table.read()[:4], 0.3, **self.options)
         else:
@@ -64,9 +66,9 @@ class Alone:
                 past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
             out = ops.chunk_attention(q, k, v, 0.3, past=past, **self.options)
             table.append(k, v, whole=1000 if self.method.name == "pyramidkv" else None)
-        table.note(scale=0.3)
+        table.forward.scale = 0.3
         self.method.compress(table, q)
-        if table.bits and table.exact:
+        if table.context.bits and table.exact:
             self.method.bound(table, table.seen)
         return out[0].transpose(0, 1)
 
@@ -74,8 +76,8 @@ class Alone:
         table = self.table
         table.append(torch.zeros_like(k), torch.zeros_like(v), whole=1000)
         table.bound(self.method.budget_tokens(table))
-        table.drop_in_order(1)
-        table.note(prompt_tokens=0)
+        rollback.drop_in_order(table, 1)
+        table.count(prompt_tokens=0)
         if self.method.State is Scores:
             table.state_of(Scores).score = torch.zeros(table.shape, device=k.device)
         for slots in (table.keys, table.values):
@@ -92,7 +94,7 @@ class Served:
     def __init__(self, text: str, options: dict[str, Any] | None = None, size: int = SIZE) -> None:
         self.generator, self.size = torch.Generator().manual_seed(0), size
         method = servable(parse_method(text))
-        self.place = Place(1, 3, first_head=4, bits=method.stored_bits)
+        self.place = LayerContext(1, 3, first_head=4, bits=method.stored_bits)
         self.layer = PagedLayer(method, self.place, 0.3, options or {})
         self.shape = self.layer.page_shape(HEADS, size, size, torch.float32)
         # nan in every float
@@ -196,7 +198,7 @@ def test_a_page_is_the_same_under_the_defaults_of_a_loader() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            result = PagedLayer(parse_method(text), Place(1, 3, bits=FewBits(4, 4)), 0.3)
+            result = PagedLayer(parse_method(text), LayerContext(1, 3, bits=FewBits(4, 4)), 0.3)
             shape = result.page_shape(HEADS, SIZE, SIZE, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import warnings
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from transformers import LlamaConfig
 
+from kvsketch.cache.memory import in_tokens
 from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import (
     SERVED,
@@ -18,15 +21,19 @@ from kvsketch.integrations.vllm.settings import (
     chosen_full,
     chosen_method,
     keeps_all,
+    most_whole,
     one_request,
     rank_of,
     refuse_bits,
     refuse_block_size,
     refuse_config,
+    refuse_drafts,
     refuse_layer,
     refuse_pages,
+    refuse_share,
     refuse_windows,
 )
+from kvsketch.methods import parse_method
 
 
 @pytest.mark.parametrize("bits", ["", ":bits=4", ":key_bits=8:value_bits=3"])
@@ -40,7 +47,8 @@ def test_every_served_method_is_found(bits: str) -> None:
         ({}, ["CUSTOM", "--additional-config", "h2o:budget=1024"]),
         ({"kvsketch": "h3o:budget=24"}, ["h3o", "did you mean 'h2o'"]),
         ({"kvsketch": "subgen:budget=64"}, ["subgen cannot be served", "snapkv", "rehearse"]),
-        ({"kvsketch": "rehearse"}, ["budget=50%", "budget=1024"]),
+        ({"kvsketch": "snapkv:budget=50%"}, ["budget=50%", "budget=1024", "rehearse"]),
+        ({"kvsketch": "snapkv:bytes=1/8"}, ["bytes=1/8", "budget=1024", "rehearse"]),
         ({"kvsketch": "rehearse:budget=64:replay=exact"}, ["replay=exact", "use replay=virtual"]),
         ({"kvsketch": "quest"}, ["quest cannot be served", "snapkv", "full:bits=4"]),
         ({"kvsketch": "keyformer"}, ["budget=60%", "budget=1024"]),
@@ -54,6 +62,28 @@ def test_a_method_that_cannot_be_served_is_refused_in_one_line(given: Any, words
     with pytest.raises(ValueError, match=r"\A[^\n]+\Z") as error:
         chosen_method(given)
     assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("text", ["rehearse", "rehearse:budget=1/4:bits=16"])
+def test_a_share_of_a_prompt_is_served_where_its_length_is_told(text: str) -> None:
+    method = chosen_method({"kvsketch": text})
+    refuse_share(method, connected=True)
+    refuse_share(chosen_method({"kvsketch": "rehearse:budget=64"}), connected=False)
+    with pytest.raises(
+        ValueError, match=r"\A[^\n]*--kv-transfer-config '{\"kv_connector\": \"KVSketchDocuments\"[^\n]*\Z"
+    ):
+        refuse_share(method, connected=False)
+
+
+def test_a_share_of_bytes_is_that_of_a_cache_on_transformers() -> None:
+    config = LlamaConfig(num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=256)
+    method = chosen_method({"kvsketch": "rehearse:bytes=1/8"}, config)
+    assert method == in_tokens("rehearse:bytes=1/8", config) and method.budget_size.share is not None
+
+
+@pytest.mark.parametrize(("free", "tokens"), [(None, 2000), (10**9, 2000), (10**6, 125)])
+def test_prompts_that_are_held_whole_take_an_eighth_of_the_memory(free: int | None, tokens: int) -> None:
+    assert most_whole(1000, 1000, free) == tokens
 
 
 @pytest.mark.parametrize("text", ["full:bits=4", "full:bits=8", "full:key_bits=8:value_bits=4"])
@@ -73,7 +103,8 @@ def test_keys_of_the_first_layer_have_8_bits_unless_told_otherwise(text: str, bi
 
 @pytest.mark.parametrize("text", ["full", "full:key_bits=4"])
 def test_all_tokens_in_16_bits_are_left_to_vllm(text: str) -> None:
-    with pytest.raises(ValueError, match=rf"\A{text} keeps keys or values in 16 bits.*drop --attention.*full:bits=4"):
+    words = rf"\A{text} cannot be served.*keys or values in 16 bits.*use bits=4.*drop --attention"
+    with pytest.raises(ValueError, match=words):
         chosen_full({"kvsketch": text})
 
 
@@ -94,19 +125,42 @@ def test_an_engine_that_asks_for_more_is_refused() -> None:
         )  # fmt: skip
         parallel = SimpleNamespace(decode_context_parallel_size=given.pop("dcp", 1))
         cache = SimpleNamespace(enable_prefix_caching=given.pop("prefixes", True))
-        plain = {"speculative_config": None, "kv_transfer_config": None, "cache_config": cache}
+        plain = {"kv_transfer_config": None, "cache_config": cache}
         return SimpleNamespace(model_config=model, parallel_config=parallel, **(plain | given))
 
     refuse_config(config())
     refuse_config(config(is_hybrid=True, prefixes=False))
     transfer = SimpleNamespace(kv_connector="NixlConnector")
-    wrong = {
-        "speculative_config": 1, "kv_transfer_config": transfer, "dcp": 2, "use_mla": True, "is_hybrid": True,
-        "chunk": 8192,
-    }  # fmt: skip
+    wrong = {"kv_transfer_config": transfer, "dcp": 2, "use_mla": True, "is_hybrid": True, "chunk": 8192}
     for name, value in wrong.items():
         with pytest.raises(ValueError, match="kvsketch cannot serve"):
             refuse_config(config(**{name: value}))
+
+
+@pytest.mark.parametrize(
+    ("method", "drafts", "words"),
+    [
+        ("h2o:budget=64", {}, "h2o changes its page with every token.*use rehearse"),
+        ("full:bits=4", {}, "its steps read one token"),
+        ("rehearse:budget=64", {"method": "eagle"}, r"a draft model \(eagle\).*use the method ngram"),
+        ("rehearse:budget=64", {"is_async": True}, "add --no-async-scheduling"),
+        ("rehearse:budget=64", {"connected": False}, "runs in one process"),
+        ("rehearse:budget=64:wait=64", {"count": 9}, "room for 8 draft tokens"),
+    ],
+)
+def test_drafts_that_cannot_be_taken_back_are_refused(method: str, drafts: dict[str, Any], words: str) -> None:
+    given = {"method": "ngram", "count": 3, "is_async": False, "connected": True}
+    for own, wrong in ((given, False), (given | drafts, True)):
+        config = SimpleNamespace(
+            speculative_config=SimpleNamespace(method=own["method"], num_speculative_tokens=own["count"]),
+            scheduler_config=SimpleNamespace(async_scheduling=own["is_async"]),
+        )
+        if not wrong:
+            refuse_drafts(config, parse_method("rehearse:budget=64"), connected=True)
+            continue
+        with pytest.raises(ValueError, match=words):
+            refuse_drafts(config, parse_method(method), connected=bool(own["connected"]))
+    refuse_drafts(SimpleNamespace(speculative_config=None), parse_method("h2o:budget=64"), connected=False)
 
 
 def test_a_layer_with_more_than_causal_attention_is_refused() -> None:
@@ -152,7 +206,10 @@ def test_pages_of_all_requests_must_fit() -> None:
 
 def test_a_request_is_told_with_all_layers_of_the_model() -> None:
     alone = one_request("h2o:budget=64", 4096, Share(4, 2_500_000), Share(0, 0))
-    assert alone == "kvsketch: h2o:budget=64 in 4 of 4 layers; a request of 4,096 tokens takes 2.5 MB"
+    assert (
+        alone
+        == "kvsketch: h2o:budget=64 in 4 of 4 layers; a request of 4,096 tokens takes 2.5 MB, and so does a shorter one"
+    )
     mixed = one_request("h2o:budget=64", 4096, Share(4, 2_500_000), Share(20, 7_000_000))
     assert "in 4 of 24 layers; a request of 4,096 tokens takes 9.5 MB at most: 2.5 MB in these layers, 7.0 MB" in mixed
 
@@ -167,6 +224,36 @@ def test_an_older_vllm_starts_without_the_plugin(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(__version__="0.26.0"))
     with pytest.warns(UserWarning, match=r"kvsketch serves vLLM 0\.29 or newer, and this is 0\.26\.0"):
         register()
+
+
+def test_another_plugin_in_vllms_slot_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = {"path": "other.plugin.Backend"}
+
+    class Slot:
+        is_overridden = staticmethod(lambda: True)
+        get_path = staticmethod(lambda: taken["path"])
+
+    modules = {
+        "vllm": {"__version__": "0.32.0"},
+        "vllm.distributed.kv_transfer.kv_connector.factory": {
+            "KVConnectorFactory": SimpleNamespace(_registry={}, register_connector=lambda *given: None)
+        },
+        "vllm.platforms": {"current_platform": SimpleNamespace(is_cpu=lambda: False)},
+        "vllm.v1.attention.backends.registry": {
+            "AttentionBackendEnum": SimpleNamespace(CUSTOM=Slot),
+            "register_backend": lambda slot, path: taken.update(path=path),
+        },
+    }
+    for name, members in modules.items():
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(**members))  # type: ignore[arg-type]
+    with pytest.warns(
+        UserWarning, match=r"CUSTOM, which was other\.plugin\.Backend and is kvsketch's now.*VLLM_PLUGINS"
+    ):
+        register()
+    assert taken["path"] == "kvsketch.integrations.vllm.chosen.ChosenBackend"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        register()  # vLLM may load plugins again
 
 
 @pytest.mark.parametrize(
@@ -187,7 +274,7 @@ def test_the_plugin_imports_what_attention_needs_alone() -> None:
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     rooms = {name.split(".")[1] for name in told if name.startswith("kvsketch.")}
-    assert rooms == {"cache", "compiler", "integrations", "methods", "ops", "slots"}
+    assert rooms == {"cache", "compiler", "integrations", "methods", "ops", "plural", "slots"}
     files = [name.split(".")[2] for name in told if name.startswith("kvsketch.cache.")]
     assert files == ["document", "rotary"]
     assert not {"transformers", "gguf", "safetensors", "accelerate", "typer", "rich"} & {*told}

@@ -16,23 +16,24 @@ from kvsketch.integrations.vllm.together import NOBODY, Together
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops.common import dispatch
-from kvsketch.slots.table import ExactTable, Place, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from tests.ops.formula import needs_triton
 
 LAYERS, HEADS, GROUP, SIZE = 2, 2, 2, 16
 SCALE = 0.3
 
 
-def places(method: Rehearse) -> list[Place]:
+def places(method: Rehearse) -> list[LayerContext]:
     angles = tuple(1 / 100 ** (i / 8) for i in range(8))
-    return [Place(i, LAYERS, rotary=angles, bits=method.stored_bits) for i in range(LAYERS)]
+    return [LayerContext(i, LAYERS, rotary=angles, bits=method.stored_bits) for i in range(LAYERS)]
 
 
 class Alone:
     """A request by itself, as in a compressed cache."""
 
     def __init__(self, method: Rehearse, options: dict[str, Any]) -> None:
-        self.method, self.tables = method, [ExactTable(**vars(place)) for place in places(method)]
+        self.method, self.tables = method, [SlotTable(place) for place in places(method)]
         self.options = options
 
     def read(self, tokens: list[list[Tensor]]) -> list[Tensor]:
@@ -48,7 +49,7 @@ class Alone:
             table.append(k, v)
             if out is None:  # a new token is read as it is stored
                 out = ops.weighted_attention(q, *table.as_stored()[:4], SCALE, ragged=table.layout, **self.options)
-            table.note(scale=SCALE)
+            table.forward.scale = SCALE
             self.method.compress(table, q)
             result.append(out[0].transpose(0, 1))
         self.method.settle(self.tables)
@@ -102,7 +103,9 @@ class Served:
                 result[page].append(self.together.prefill(layer, page, self.seen[page], *news[page][layer]))
         self.together.finish()
         for page, new in news.items():
-            torch.testing.assert_close(result[page], self.alone[page].read(new), atol=2e-5, rtol=1e-4)
+            # Layers decide as one table here: rounding may move a code.
+            atol, rtol = (3e-2, 3e-2) if self.method.stored_bits else (2e-5, 1e-4)
+            torch.testing.assert_close(result[page], self.alone[page].read(new), atol=atol, rtol=rtol)
             self.seen[page] += new[0][0].shape[0]
 
     def kept(self, page: int) -> list[list[list[int]]]:

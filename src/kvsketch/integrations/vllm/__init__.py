@@ -2,10 +2,27 @@
 
     vllm serve MODEL --attention-backend CUSTOM --additional-config '{"kvsketch": "h2o:budget=1024"}'
 
-vLLM calls `register` in each of its processes. `settings` reads the method and refuses what cannot be served, `paged`
-is attention over pages that hold one request each, `backend` is what vLLM asks of an attention backend, and `layers`
-leaves layers with a sliding window to vLLM. `blocks` and `block_backend` are the same over vLLM's own token blocks, for
-`full` in few bits; `chosen` decides between the two. `connector`, `library` and `shelf`: documents that requests share.
+vLLM calls `register` in each of its processes.
+
+settings.py        the method, and what cannot be served
+chosen.py          pages of our own, or vLLM's blocks
+cpu.py             the same on a CPU
+backend.py         what vLLM asks of an attention backend
+paged.py           attention over pages that hold one request each
+together.py        the same for layers that decide together what stays
+behind.py          new tokens behind what pages hold
+divided.py         prompts that vLLM reads in several forwards
+page_book.py       pages outside of vLLM's pool, and whose they are
+kept_pages.py      pages of ended requests, in which later ones go on
+layers.py          layers with a sliding window stay vLLM's own
+blocks.py          tokens in few bits in vLLM's own blocks, for `full`
+block_backend.py   their attention backend
+connector.py       documents that requests share, as vLLM's KV connector
+library.py         which documents there are
+shelf.py           where they lie on the device
+files.py           documents as files
+counts.py          what is counted of the work on pages
+metrics.py         these counts in vLLM's log and its /metrics
 """
 
 from __future__ import annotations
@@ -33,7 +50,14 @@ def register() -> None:
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.registry import AttentionBackendEnum, register_backend
 
-    register_backend(AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.ChosenBackend")
+    slot, own = AttentionBackendEnum.CUSTOM, f"{__name__}.chosen.ChosenBackend"
+    if slot.is_overridden() and slot.get_path() != own:
+        warnings.warn(
+            f"vLLM has one attention backend CUSTOM, which was {slot.get_path()} and is kvsketch's now; set "
+            "VLLM_PLUGINS to the name of the plugin that you want",
+            stacklevel=2,
+        )
+    register_backend(slot, own)
     if CONNECTOR not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(CONNECTOR, f"{__name__}.connector", CONNECTOR)
     if current_platform.is_cpu():

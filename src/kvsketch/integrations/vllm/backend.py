@@ -10,12 +10,13 @@ from __future__ import annotations
 from dataclasses import dataclass
 from inspect import signature
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from vllm.config import VllmConfig, get_current_vllm_config
+from vllm.config import KVTransferConfig, VllmConfig, get_current_vllm_config
 from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 from vllm.logger import init_logger
 from vllm.model_executor.models.utils import extract_layer_index
 from vllm.v1.attention.backend import (
@@ -29,13 +30,14 @@ from vllm.v1.attention.backend import (
 )
 from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
-from kvsketch.integrations.vllm import layers, settings
+from kvsketch.integrations.vllm import CONNECTOR, layers, settings
+from kvsketch.integrations.vllm.behind import Prompt
 from kvsketch.integrations.vllm.page_book import PageBook
 from kvsketch.integrations.vllm.paged import PagedLayer
-from kvsketch.integrations.vllm.together import NOBODY, Together
+from kvsketch.integrations.vllm.together import Together
 from kvsketch.methods.waiting import WaitingMethod
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import CLOCK, Pages, Planes
-from kvsketch.slots.table import Place
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, whose level and form it takes
 
@@ -127,6 +129,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         self.copied = torch.zeros(most, dtype=torch.int64, pin_memory=on_gpu)
         self.event = torch.cuda.Event() if on_gpu else None
         self.ends: list[int] = []  # of the last step, tokens of each request after it
+        self.lengths: list[int] = []  # of the last step, its tokens of each request
 
     def build(
         self, common_prefix_len: int, common_attn_metadata: CommonAttentionMetadata, fast_build: bool = False
@@ -186,15 +189,6 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         return self.copied[: len(self.ends)].tolist()
 
 
-class Prompt(NamedTuple):
-    """New tokens of one request."""
-
-    page: int
-    start: int  # its first token in the forward
-    end: int  # the one behind its last
-    seen: int  # tokens before them
-
-
 @dataclass
 class TogetherStep(AttentionMetadata):
     """Which requests a forward of the model serves, where layers decide together."""
@@ -219,14 +213,17 @@ class TogetherBuilder(StepBuilder):
         impl: KVSketchImpl = self.layer.impl
         together, pool, last = impl.together, impl.pool(self.layer.kv_cache), self._last_pages()
         assert together is not None
-        together.catch_up(pool, zip(last, self.ends, strict=True))
+        accepted = map(together.accepted, last, self.ends, self.lengths)
+        together.catch_up(pool, zip(last, accepted, strict=True))
         starts = common.query_start_loc_cpu[: count + 1].tolist()
-        lengths = [end - start for start, end in pairwise(starts)]
+        lengths = self.lengths = [end - start for start, end in pairwise(starts)]
         self.ends = self._ends(common)
         pages, seen = self._requests(common, lengths, last)
         if self.book is None:
             self._copy(pages)
         single = [i for i, length in enumerate(lengths) if length == 1]
+        if single and together.divided:
+            single = self._close(together, pool, single, max(lengths) > 1)
         if any(self.ends[i] == 1 for i in single):
             numbers = self._last_pages()
             # Page 0 is vLLM's null block: no request.
@@ -237,12 +234,24 @@ class TogetherBuilder(StepBuilder):
         front = slice(0, len(single))
         return TogetherStep(front, pages[front], seen[front], [])
 
+    def _close(self, together: Together, pool: Tensor, single: list[int], mixed: bool) -> list[int]:
+        """Of the requests with one token those that generate; the others have read a part of their prompt.
+
+        Where nothing but single tokens comes, the step may be captured, and their prompts end here (asks the device).
+        """
+        pages = self._last_pages()
+        if mixed:
+            return [i for i in single if pages[i] not in together.divided]
+        together.close(pool, [pages[i] for i in single])
+        return single
+
     def _mixed(self, starts: list[int], lengths: list[int], single: list[int]) -> TogetherStep:
-        """A step with prompts; `single`: requests with one token (asks the device)."""
+        """A step with prompts; `single`: requests that generate (asks the device)."""
+        generate = {*single}
         prompts = [
             Prompt(page, starts[i], starts[i + 1], self.ends[i] - lengths[i])
             for i, page in enumerate(self._last_pages())
-            if page and lengths[i] > 1
+            if page and lengths[i] and i not in generate
         ]
         if single == [*range(len(single))]:
             front = slice(0, len(single))
@@ -302,13 +311,13 @@ class KVSketchImpl(AttentionImpl[Any]):
 
     def _begin(self) -> None:
         """Reads the method."""
-        self.method = settings.chosen_method(self.config.additional_config)
+        self.method = settings.chosen_method(self.config.additional_config, self.config.model_config.hf_config)
         settings.refuse_bits(self.method, self.head_size)
-        if self.config.cache_config.enable_prefix_caching:
+        if self.config.cache_config.enable_prefix_caching and not isinstance(self.method, WaitingMethod):
             logger.warning_once(
-                "kvsketch: prefix caching finds nothing, for a compressed page belongs to one request; "
-                "--no-enable-prefix-caching saves its bookkeeping."
-            )
+                "kvsketch: prefix caching finds nothing, for pages of %s are not used again; rehearse has such pages. "
+                "--no-enable-prefix-caching saves its bookkeeping.", self.method.name,
+            )  # fmt: skip
         self.layer: PagedLayer | None = None
         self.together: Together | None = None
         self.number = 0  # of this layer among those that decide together
@@ -327,11 +336,14 @@ class KVSketchImpl(AttentionImpl[Any]):
         heads = model.get_total_num_kv_heads() * get_tensor_model_parallel_rank() // parallel.tensor_parallel_size
         index, total = extract_layer_index(name), model.get_total_num_hidden_layers()
         rank, compressed = settings.rank_of(index, total, getattr(model.hf_text_config, "layer_types", None))
-        place = Place(index, total, rank=rank, compressed_layers=compressed, first_head=heads)
-        block_size = int(self.method.budget_size.of(CLOCK)) + 1
-        place.bits = self.method.stored_bits
+        waits = isinstance(self.method, WaitingMethod)
+        angles = settings.rotary_angles(self.method, model.hf_text_config) if waits else ()
+        place = LayerContext(
+            index, total, 0, rank, compressed, angles, bits=self.method.stored_bits, first_head=heads
+        )  # fmt: skip
+        whole = CLOCK if self.method.budget_size.share is None else model.max_model_len
+        block_size = self.method.budget_size.of(whole) + 1
         if isinstance(self.method, WaitingMethod):
-            place.rotary = settings.rotary_angles(self.method, model.hf_text_config)
             self._join(self.method, layer, ours, place, block_size)
         else:
             self.layer = PagedLayer(self.method, place, self.scale, self.options)
@@ -366,6 +378,22 @@ class KVSketchImpl(AttentionImpl[Any]):
                 layer.attn_backend.outside = block
                 # All have one block of a request, in one group of vLLM or that of the first.
                 layer.kv_sharing_target_layer_name = None if name == first else first
+        if self.together is not None:
+            connected = connect(self.config, beside=bool(outside))
+            settings.refuse_share(self.method, connected)
+            settings.refuse_drafts(self.config, self.method, connected)
+            divides = connected and self.config.scheduler_config.enable_chunked_prefill
+            longest = self.config.model_config.max_model_len if divides else 0
+            self.together.most_whole = most = settings.most_whole(longest, self.together.token_bytes, free)
+            if most:
+                logger.info_once(
+                    "kvsketch: prompts that vLLM reads in several forwards are held whole until the last, up to %d "
+                    "tokens (%.1f MB) of them at a time; others are rehearsed in parts", most,
+                    most * self.together.token_bytes / 1e6,
+                )  # fmt: skip
+        else:
+            forget_connectors()
+            settings.refuse_drafts(self.config, self.method, connected=False)
         if self.together is not None and (asked := settings.documents_asked(self.config)) is not None:
             settings.refuse_files(self.config, asked)
             self.together.config = self.config.model_config.hf_text_config
@@ -374,7 +402,9 @@ class KVSketchImpl(AttentionImpl[Any]):
         logger.info_once(settings.one_request(str(self.method), self.config.model_config.max_model_len, pages, others))
         settings.bound_captures(self.config.compilation_config, pages.nbytes + others.nbytes - outside, free)
 
-    def _join(self, method: WaitingMethod, layer: Any, ours: dict[str, Any], place: Place, block_size: int) -> None:
+    def _join(
+        self, method: WaitingMethod, layer: Any, ours: dict[str, Any], place: LayerContext, block_size: int
+    ) -> None:
         """The first layer has the pages, the others share them."""
         name, first = next(iter(ours.items()))
         if layer is first:
@@ -423,7 +453,7 @@ class KVSketchImpl(AttentionImpl[Any]):
             if self.together is not None and len(query) == self.config.scheduler_config.max_num_batched_tokens:
                 if self.number == 0:
                     self.together.begin(None)
-                self.together.prefill(self.number, NOBODY, 0, query, key, value)
+                self.together.measure(self.number, query, key, value)
                 self._finish(self.together)
         return output
 
@@ -455,14 +485,33 @@ class KVSketchImpl(AttentionImpl[Any]):
             together.begin(self.pool(kv_cache))
         if len(step.pages):
             output[at] = together.decode(self.number, step.pages, step.seen, query[at], key[at], value[at])
-        for page, start, end, seen in step.prompts:
-            new = slice(start, end)
-            output[new] = together.prefill(self.number, page, seen, query[new], key[new], value[new])
+        if step.prompts:
+            together.read_prompts(self.number, step.prompts, query, key, value, output)
         self._finish(together)
 
     def _finish(self, together: Together) -> None:
         if self.number == len(together.places) - 1:
             together.finish()
+
+
+def connect(config: VllmConfig, beside: bool) -> bool:
+    """Whether there is a connector, which knows prompts and turns; without a word of the user in one process.
+
+    vLLM makes both ends of a connector after the model is loaded. A worker in a process of its own cannot tell the
+    scheduler that it has one. `beside` layers of vLLM's own there is none.
+    """
+    in_one = config.parallel_config.distributed_executor_backend == "uni"
+    if in_one and not beside and config.kv_transfer_config is None:
+        config.kv_transfer_config = KVTransferConfig(
+            kv_connector=CONNECTOR, kv_role="kv_both", kv_connector_extra_config=dict(settings.AUTOMATIC)
+        )
+    forget_connectors()
+    return config.kv_transfer_config is not None
+
+
+def forget_connectors() -> None:
+    """A process has one connector at a time. That of an earlier engine would be taken for this one's."""
+    ensure_kv_transfer_shutdown()
 
 
 def pool_of(kv_cache: Any) -> Tensor:  # [P, bytes of a block] uint8

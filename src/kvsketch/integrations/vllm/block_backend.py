@@ -26,7 +26,13 @@ from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvsketch.integrations.vllm.backend import KVSketchBackend, KVSketchImpl
 from kvsketch.integrations.vllm.blocks import BlockLayer
-from kvsketch.integrations.vllm.settings import block_codecs, chosen_full, refuse_block_size, refuse_layer
+from kvsketch.integrations.vllm.settings import (
+    block_codecs,
+    chosen_full,
+    refuse_block_size,
+    refuse_drafts,
+    refuse_layer,
+)
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, whose level and form it takes
@@ -117,6 +123,7 @@ class BlockImpl(KVSketchImpl):
 
     def _begin(self) -> None:
         self.full = chosen_full(self.config.additional_config)
+        refuse_drafts(self.config, self.full, connected=False)
         refuse_layer(
             logits_soft_cap=self.options["softcap"], sinks=self.options["sink_logits"],
             linear_attention=True if self.config.model_config.is_hybrid else None,
@@ -131,6 +138,9 @@ class BlockImpl(KVSketchImpl):
         key, value = block_codecs(self.full, extract_layer_index(name), self.head_size, layer.head_size_v)
         shape = BlockShape(self.num_kv_heads, key, value)
         self.blocks = BlockLayer.of(shape, self.scale, torch.device(self.config.device_config.device))
+        # vLLM keeps buffers of the model through a sleep of level 2.
+        layer.register_buffer("kvsketch_key_center", self.blocks.key_center, persistent=False)
+        layer.register_buffer("kvsketch_value_center", self.blocks.value_center, persistent=False)
         layer.attn_backend = BlockBackend.of_shape(shape)
         plain = (self.head_size + layer.head_size_v) * act_dtype.itemsize * self.num_kv_heads * TOKENS
         logger.info_once(

@@ -19,8 +19,8 @@ import torch
 
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.store import row_parts, slot_parts, table_of
-from kvsketch.slots.table import BoundedTable
+from kvsketch.slots.store import row_parts, table_of
+from kvsketch.slots.table import SlotTable
 
 log = logging.getLogger(f"vllm.{__name__}")
 DIGEST = "vllm tokens"
@@ -57,7 +57,7 @@ def listed(folder: Path, config: Any, method: BudgetedMethod) -> dict[str, Filed
     return result
 
 
-def read(path: Path, config: Any, method: BudgetedMethod, device: torch.device) -> list[BoundedTable]:
+def read(path: Path, config: Any, method: BudgetedMethod, device: torch.device) -> list[SlotTable]:
     """The tables of a document, on a device; ValueError says what is wrong with the file."""
     cache, _ = _opened(path, config, method)
     return [moved(layer.table, device) for layer in cache.slot_layers]
@@ -77,14 +77,14 @@ def _opened(path: Path, config: Any, method: BudgetedMethod) -> tuple[Any, dict[
     if tables[0].shape[0] != 1:
         raise ValueError(f"it has {tables[0].shape[0]} rows; a document is one text")
     most, heads = method.budget_size.tokens, sum(table.shape[1] for table in tables)
-    held = sum(int(table.bounded.next_slot.sum()) for table in tables)
+    held = sum(int(table.next_slot.sum()) for table in tables)
     if most is not None and held > most * heads:
         raise ValueError(f"it holds {held / heads:,.0f} tokens per head, and documents have {most} here")
     return cache, words
 
 
 def write(
-    path: Path, config: Any, method: BudgetedMethod, tables: Sequence[BoundedTable], digest: str
+    path: Path, config: Any, method: BudgetedMethod, tables: Sequence[SlotTable], digest: str
 ) -> threading.Thread:
     """Writes a document that was just read, while the engine goes on: its tensors are on the host when this returns."""
     from kvsketch.cache.compressed import CompressedCache
@@ -105,10 +105,10 @@ def write(
     return thread
 
 
-def moved(table: BoundedTable, device: torch.device) -> BoundedTable:
+def moved(table: SlotTable, device: torch.device) -> SlotTable:
     """A packed table of one row, on a device."""
     assert table.layout is not None
-    layout = Layout.of(table.layout.capacity.cpu(), bool(table.bits), device)
-    parts = {name: part.to(device) for name, part in (slot_parts(table) | row_parts(table)).items()}
+    layout = Layout.of(table.layout.capacity.cpu(), bool(table.context.bits), device)
+    parts = {name: part.to(device) for name, part in (table.parts.named() | row_parts(table)).items()}
     clock = torch.full((1,), table.seen, device=device)
     return table_of(table, parts, layout=layout, clock=clock, length=layout.most)

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvsketch.integrations.vllm.files import Filed
+from kvsketch.plural import counted
 
 STORE, NAME = "kvsketch_store", "kvsketch_document"
 LEAST = 64  # tokens of a document: codes need some to find their center
@@ -29,6 +30,8 @@ class Document:
     digest: str | None  # of its tokens; None: it can only be named
     users: set[str] = field(default_factory=set)
     used: int = 0  # when, by the library's own count
+    since: int = 0  # when it came to its place
+    read: bool = True  # whether all of it was read
 
 
 @dataclass(frozen=True)
@@ -91,7 +94,7 @@ class Library:
     def _loaded(self, name: str) -> Document:
         """A document that is read from its file before the next forward."""
         filed = self.files[name]
-        document = Document(name, self._place(), filed.tokens, filed.digest)
+        document = Document(name, self._place(), filed.tokens, filed.digest, since=self.clock)
         self.documents[name], self.loads[document.place] = document, filed.path
         return document
 
@@ -104,9 +107,10 @@ class Library:
             raise ValueError(f"a document of {len(prompt)} tokens is too short; {LEAST} or more can be stored")
         old = self.documents.get(name)
         if old is not None and old.users:
-            raise ValueError(f"document {name!r} is in use by {len(old.users)} requests; store it under another name")
+            users = counted(len(old.users), "request")
+            raise ValueError(f"document {name!r} is in use by {users}; store it under another name")
         self.documents.pop(name, None)
-        document = Document(name, self._place(), len(prompt), digest(prompt), {request})
+        document = Document(name, self._place(), len(prompt), digest(prompt), {request}, since=self.clock, read=False)
         self.loads.pop(document.place, None)
         self._touch(document)
         self.documents[name] = document
@@ -124,10 +128,36 @@ class Library:
         del self.documents[oldest.name]
         return oldest.place
 
+    def version(self, place: int) -> int | None:
+        """Tells a document from others that had its place; None: there is none."""
+        return next((each.since for each in self.documents.values() if each.place == place), None)
+
     def release(self, request: str) -> None:
         """The request has ended."""
         for document in self.documents.values():
             document.users.discard(request)
+
+    def is_reading(self, prompt: Sequence[int], name: str | None) -> bool:
+        """Whether a request continues a document that is being read: it waits until that is there."""
+        reading = [each for each in self.documents.values() if not each.read]
+        return any(self._begins(prompt, each) if name is None else each.name == name for each in reading)
+
+    def stored(self, name: str) -> None:
+        """All of a document was read."""
+        if name in self.documents:
+            self.documents[name].read = True
+
+    def drop(self, name: str) -> None:
+        """A document that did not come to be."""
+        self.documents.pop(name, None)
+        self.files.pop(name, None)
+
+    def clear(self, running: set[str]) -> list[str]:
+        """Forgets the documents that none of these requests reads; returns the names of those without a file."""
+        gone = [name for name, document in self.documents.items() if not document.users & running]
+        for name in gone:
+            self.loads.pop(self.documents.pop(name).place, None)
+        return [name for name in gone if name not in self.files]
 
     def _touch(self, document: Document) -> None:
         self.clock += 1

@@ -47,9 +47,10 @@ class PageBook:
             if block not in self.blocks:
                 self.blocks[block] = self.free.pop() if self.free else self._oldest(running)
         if blocks:
-            pages = torch.tensor([self.blocks[block] for block in blocks], device=self.table.device)
-            self.table[torch.tensor(blocks, device=self.table.device)] = pages
-            self.use(pages.tolist())
+            # All of it: a sleep of level 2 has taken what the device held.
+            known = torch.tensor([[*self.blocks], [*self.blocks.values()]], device=self.table.device)
+            self.table.zero_()[known[0]] = known[1]
+            self.use([self.blocks[block] for block in blocks])
 
     def _oldest(self, running: set[int]) -> int:
         block = next((block for block in self.blocks if block not in running), None)

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import CLOCK, Pages, PageShape, like_table
 from kvsketch.slots.state import SLOT
-from kvsketch.slots.table import ExactTable, Place, SlotTable
+from kvsketch.slots.table import SlotTable
 
 
 @dataclass
@@ -26,7 +27,7 @@ class PagedLayer:
     """One layer, and the method that rewrites its pages."""
 
     method: BudgetedMethod
-    place: Place
+    place: LayerContext
     scale: float
     options: dict[str, Any] = field(default_factory=dict)  # softcap and sink_logits of its attention
 
@@ -34,7 +35,7 @@ class PagedLayer:
     def slots(self) -> int:
         """Slots of a page: what the method keeps of a long prompt, and one for the next token."""
         table = self._empty()
-        table.note(prompt_tokens=CLOCK)
+        table.count(prompt_tokens=CLOCK)
         return self.method.budget_tokens(table) + 1
 
     def page_shape(self, heads: int, key_size: int, value_size: int, dtype: torch.dtype) -> PageShape:
@@ -44,7 +45,7 @@ class PagedLayer:
         return PageShape(like, self.slots, prompt=self.method.counts_prompt)
 
     def _empty(self) -> SlotTable:
-        return ExactTable(**vars(self.place))
+        return SlotTable(self.place)
 
     def decode(self, pages: Pages, rows: Tensor, seen: Tensor, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """One token of each of B requests: q [B, Hq, D], k [B, H, D], v [B, H, Dv]; returns [B, Hq, Dv].
@@ -61,8 +62,8 @@ class PagedLayer:
         )  # fmt: skip
         if wanted:
             attended, (row_lse, _), logits = attended
-            table.note_attention(None, ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0]))
-        table.note(scale=self.scale)
+            table.forward.note_attention(None, ops.RowLogits(logits[:, :, 0], row_lse[:, :, 0]))
+        table.forward.scale = self.scale
         self.method.compress(table, query)
         pages.put_step(rows, table, seen)
         return attended[:, :, 0]
@@ -77,9 +78,9 @@ class PagedLayer:
         )
         # All pages of a layer have the size that a long prompt leaves there, however long this one is.
         table.append(keys, values, CLOCK if self.method.shaped_by_prompt else None)
-        table.note(scale=self.scale)
+        table.forward.scale = self.scale
         plain = all(option is None for option in self.options.values())
-        table.note_attention(row_lse if self.method.wants_row_lse and plain else None)
+        table.forward.note_attention(row_lse if self.method.wants_row_lse and plain else None)
         self.method.compress(table, query)
-        pages.put(page, table.bound(self.slots - 1) if table.exact else table.bounded)
+        pages.put(page, table.bound(self.slots - 1) if table.exact else table)
         return attended[0].transpose(0, 1)

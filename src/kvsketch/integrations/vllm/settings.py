@@ -9,29 +9,55 @@ from typing import Any, NamedTuple
 
 from kvsketch.cache import rotary
 from kvsketch.integrations.vllm import CONNECTOR
-from kvsketch.methods import parse_method
+from kvsketch.integrations.vllm.kept_pages import KeptPages
+from kvsketch.methods import parse_method, supporting
 from kvsketch.methods.base import BudgetedMethod, Method
-from kvsketch.methods.rehearse import VIRTUAL
+from kvsketch.methods.parameters import RANDOM
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN
-from kvsketch.slots.positions import TEXT
+from kvsketch.slots.pages import CLOCK
 
 KEY = "kvsketch"
 EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
-SERVED = ("streamingllm", "uniform", "kcenter", "h2o", "keyformer", "snapkv", "pyramidkv", "rehearse")
-# A page has one size and equal heads, whose keys are read as they were written.
-FIXED = {"share": "head", "positions": TEXT, "slide": True}
-# A page of all layers holds heads that differ; nobody repeats a prompt there.
-TOGETHER = {"replay": VIRTUAL, "positions": TEXT}
+SERVED = (*supporting("vllm"),)
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # of heads whose tokens lie in blocks
 FIRST_KEYS = 8  # bits of the first layer's keys at least: fewer do most of the harm to qwen2.5-coder-0.5b
+AUTOMATIC = {"automatic": True}  # of a connector that the plugin has added by itself
+PART_FOR_PROMPTS = 0.125  # of the free memory, for prompts that are held whole while vLLM reads them in parts
 PART_FOR_GRAPHS = 0.75  # of the free memory, that pages may take while vLLM measures its graphs
 
 
-def chosen_method(additional_config: Any) -> BudgetedMethod:
-    """The method in vLLM's `additional_config`; ValueError, in one line, for one that cannot be served."""
-    return servable(_named(additional_config))
+def chosen_method(additional_config: Any, model: Any = None) -> BudgetedMethod:
+    """The method in vLLM's `additional_config`; ValueError, in one line, for one that cannot be served.
+
+    model: the config of the model, for a share of bytes.
+    """
+    method = _named(additional_config)
+    if isinstance(method, WaitingMethod) and method.bytes is not None and model is not None:
+        # Late: the plugin starts without what caches of transformers need.
+        from kvsketch.cache.memory import in_tokens
+
+        method = in_tokens(method, model)
+    return servable(method)
+
+
+def most_whole(longest: int, token: int, free: int | None) -> int:
+    """Tokens of divided prompts that are held whole, `token` bytes each, of texts of at most `longest` tokens.
+
+    Two prompts at once: vLLM begins one in the forward that ends another. free: bytes of the GPU; None: there is none.
+    """
+    return 2 * longest if free is None else min(2 * longest, int(PART_FOR_PROMPTS * free) // token)
+
+
+def refuse_share(method: BudgetedMethod, connected: bool) -> None:
+    """Raises ValueError, in one line, for a share of prompts whose length nobody tells."""
+    if method.budget_size.share is not None and not connected:
+        raise ValueError(
+            f"{method} needs to know how long a prompt is, which several processes are told by a connector: add "
+            f"""--kv-transfer-config '{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'; beside layers with a """
+            "window, or linear attention, use a number of tokens such as budget=1024"
+        )
 
 
 def keeps_all(additional_config: Any) -> bool:
@@ -42,11 +68,8 @@ def keeps_all(additional_config: Any) -> bool:
 def chosen_full(additional_config: Any) -> Method:
     """The method, if it keeps every token in few bits; ValueError, in one line, for one that does not."""
     method = _named(additional_config)
-    if PLAIN in method.stored_bits.pair:
-        raise ValueError(
-            f"{method} keeps keys or values in 16 bits, which vLLM does by itself: drop --attention-backend CUSTOM, "
-            f"or use full:bits=4 or full:bits=8"
-        )
+    if (reason := method.capabilities.vllm.reason) is not None:
+        raise ValueError(f"{method} cannot be served by vLLM: {reason}, or drop --attention-backend CUSTOM")
     return method
 
 
@@ -58,6 +81,7 @@ def block_codecs(method: Method, layer: int, key_size: int, value_size: int) -> 
                 f"{method} cannot serve heads of size {size} in vLLM, only {', '.join(map(str, BLOCK_SIZES))}; drop "
                 "--attention-backend CUSTOM"
             )
+    refuse_basis(method)
     keys, values = method.stored_bits.pair
     if layer == 0 and method.key_bits is None:
         keys = max(keys, FIRST_KEYS)
@@ -79,32 +103,15 @@ def _named(additional_config: Any) -> Method:
             f"the attention backend CUSTOM is kvsketch's, and no method was named; add {EXAMPLE}; methods: "
             f"{', '.join(SERVED)}, full:bits=4"
         )
-    method = parse_method(text)
-    if method.stored_bits.auto:
-        raise ValueError(f"{method}: no prompt can choose the bits of vLLM's blocks and pages; use bits=4 or bits=8")
-    return method
+    return parse_method(text)
 
 
 def servable(method: Method) -> BudgetedMethod:
     """The method, if a page of fixed size can hold what it stores."""
-    if method.name not in SERVED or not isinstance(method, BudgetedMethod):
-        raise ValueError(
-            f"{method.name} cannot be served by vLLM: its memory does not fit pages of one size; use "
-            f"{', '.join(SERVED)}, full:bits=4, or kvsketch.generate"
-        )
-    if method.budget_size.tokens is None or method.bytes is not None:
-        share = f"budget={method.budget_size}" if method.bytes is None else f"bytes={method.bytes}"
-        raise ValueError(
-            f"{method.name}: {share} is a share of the prompt, and all pages of vLLM have one "
-            "size; use a number of tokens such as budget=1024"
-        )
-    for name, value in (TOGETHER if isinstance(method, WaitingMethod) else FIXED).items():
-        given = getattr(method, name, value)
-        if given != value:
-            wanted = str(value).lower()
-            raise ValueError(
-                f"{method.name}: {name}={str(given).lower()} cannot be served by vLLM; use {name}={wanted}"
-            )
+    if (reason := method.capabilities.vllm.reason) is not None:
+        others = "" if method.name in SERVED else f"; use {', '.join(SERVED)}, full:bits=4, or kvsketch.generate"
+        raise ValueError(f"{method.name} cannot be served by vLLM: {reason}{others}")
+    assert isinstance(method, BudgetedMethod)
     return method
 
 
@@ -126,6 +133,8 @@ def documents_asked(config: Any) -> DocumentsAsked | None:
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
         return None
+    if transfer.kv_connector_extra_config in ({}, None, AUTOMATIC):
+        return None
     given = {"count": 4, **transfer.kv_connector_extra_config}
     for name in {"budget", "count"} | given.keys():
         value = given.get(name)
@@ -136,6 +145,15 @@ def documents_asked(config: Any) -> DocumentsAsked | None:
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{CONNECTOR}: {name}={value!r} is no whole number of 1 or more")
     return DocumentsAsked(**given)
+
+
+def turns_asked(config: Any, method: BudgetedMethod) -> KeptPages | None:
+    """The pages of ended requests in which later ones go on; None: prefix caching is off, or the method cannot."""
+    if not isinstance(method, WaitingMethod) or not config.cache_config.enable_prefix_caching:
+        return None
+    if method.budget_size.share is not None and method.recent_size.share is not None:
+        return KeptPages(method.most_waiting, 0)
+    return KeptPages(method.most_waiting, method.recent_size.of(method.budget_size.of(CLOCK)))
 
 
 def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> WaitingMethod:
@@ -153,15 +171,22 @@ def refuse_files(config: Any, asked: DocumentsAsked) -> None:
 
 
 def refuse_shelf(config: Any) -> None:
-    """Raises ValueError, in one line, for documents beside layers that stay vLLM's own."""
-    if documents_asked(config) is not None:
-        raise ValueError(f"{CONNECTOR} shares documents of models whose layers are all of full attention; drop it")
+    """Raises ValueError, in one line, for the connector beside layers that stay vLLM's own: its pages are blocks."""
+    if config.kv_transfer_config is not None:
+        raise ValueError(f"{CONNECTOR} serves models whose layers are all of full attention; drop it")
 
 
 def refuse_bits(method: Method, size: int) -> None:
     """Raises ValueError, in one line, where heads of this size cannot be stored in the bits of the method."""
+    refuse_basis(method)
     for bits in {*method.stored_bits.pair} - {PLAIN}:
         Codec(bits, size)
+
+
+def refuse_basis(method: Method) -> None:
+    """Raises ValueError, in one line, for directions that were learned."""
+    if method.basis != RANDOM:
+        raise ValueError(f"{method} cannot be served in vLLM, which has no kernel for learned directions; drop basis")
 
 
 def rotary_angles(method: Method, config: Any) -> tuple[float, ...]:
@@ -205,7 +230,7 @@ def one_request(method: str, tokens: int, pages: Share, others: Share) -> str:
     total, size = pages.layers + others.layers, (pages.nbytes + others.nbytes) / 1e6
     told = f"kvsketch: {method} in {pages.layers} of {total} layers; a request of {tokens:,} tokens takes {size:.1f} MB"
     if not others.layers:
-        return told
+        return f"{told}, and so does a shorter one"
     return (
         f"{told} at most: {pages.nbytes / 1e6:.1f} MB in these layers, {others.nbytes / 1e6:.1f} MB in the other "
         f"{others.layers}, whose attention and cache are vLLM's own"
@@ -216,8 +241,9 @@ def refuse_config(config: Any) -> None:
     """Raises ValueError, in one line, for an engine that asks for what a compressed page cannot give."""
     model, parallel = config.model_config, config.parallel_config
     asked = {
-        "speculative decoding": config.speculative_config is not None,
-        "another KV connector than its own": config.kv_transfer_config is not None and documents_asked(config) is None,
+        "another KV connector than its own": (
+            config.kv_transfer_config is not None and config.kv_transfer_config.kv_connector != CONNECTOR
+        ),
         "decode context parallel": parallel.decode_context_parallel_size > 1,
         "multi-head latent attention (MLA)": model.use_mla,
         "prefix caching (--no-enable-prefix-caching) beside linear attention": (
@@ -228,6 +254,32 @@ def refuse_config(config: Any) -> None:
     for what, is_asked in asked.items():
         if is_asked:
             raise ValueError(f"kvsketch cannot serve {what} in vLLM; turn it off, or drop --attention-backend CUSTOM")
+
+
+def refuse_drafts(config: Any, method: Method, connected: bool) -> None:
+    """Raises ValueError, in one line, for drafts of tokens that a page cannot take back.
+
+    Rejected tokens wait in a page of rehearse, and the next ones are written over them. Other methods rewrite their
+    pages with each token. A draft model would need pages of its own.
+    """
+    drafts = config.speculative_config
+    if drafts is None:
+        return
+    reason = ""
+    if method.keeps_all:
+        reason = "its steps read one token of a request; drop speculation, or use rehearse"
+    elif not isinstance(method, WaitingMethod):
+        reason = f"{method.name} changes its page with every token, and cannot take one back; use rehearse"
+    elif drafts.method != "ngram":
+        reason = f"a draft model ({drafts.method}) would need a cache of its own; use the method ngram"
+    elif config.scheduler_config.async_scheduling:
+        reason = "nobody knows in time which tokens were accepted; add --no-async-scheduling"
+    elif not connected:
+        reason = "that needs its connector, which runs in one process and without windows or linear attention"
+    elif drafts.num_speculative_tokens > method.most_waiting // 8:
+        reason = f"there is room for {method.most_waiting // 8} draft tokens; use fewer, or a larger wait"
+    if reason:
+        raise ValueError(f"kvsketch cannot serve this speculative decoding in vLLM: {reason}")
 
 
 def refuse_windows(config: Any) -> None:

@@ -24,7 +24,7 @@ from kvsketch.cache import document
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.pages import RequestPages, RequestShape
-from kvsketch.slots.table import BoundedTable
+from kvsketch.slots.table import SlotTable
 
 
 class Rotation(NamedTuple):
@@ -40,7 +40,7 @@ class Rotation(NamedTuple):
 class Beside(NamedTuple):
     """The documents of the rows of a step, or of one prompt."""
 
-    tables: list[BoundedTable]  # of each layer; their slots lie on the shelf
+    tables: list[SlotTable]  # of each layer; their slots lie on the shelf
     rotation: Rotation
 
     def joined(self, layer: int, q: Tensor, own: Any, scale: float, softcap: float | None) -> Tensor:  # [B, Hq, n, Dv]
@@ -49,7 +49,11 @@ class Beside(NamedTuple):
         own: what the operation over these tokens returns with its state.
         """
         out, (_, log_sum) = own
-        return ops.join_attention(ops.Part(out, log_sum), document.read_rows(self.tables[layer], q, scale, softcap))
+        return ops.join_attention(ops.Part(out, log_sum), self.read(layer, q, scale, softcap))
+
+    def read(self, layer: int, q: Tensor, scale: float, softcap: float | None) -> ops.Part:
+        """Attention of q [B, Hq, n, D] to the documents alone."""
+        return document.read_rows(self.tables[layer], q, scale, softcap)
 
 
 @dataclass
@@ -62,14 +66,12 @@ class Shelf:
 
     @classmethod
     def of(
-        cls, method: WaitingMethod, page: RequestShape, count: int, like: Sequence[BoundedTable], device: torch.device
+        cls, method: WaitingMethod, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
     ) -> Shelf:
         """Memory for documents like the requests of a `page`."""
         shape = cls.shape(method, page)
         pool = torch.zeros(1 + count, shape.nbytes, dtype=torch.uint8, device=device)
-        shelf = cls(method, RequestPages(shape, pool, like), tuple(like[0].rotary))
-        whole_turns(shelf.angles, device)  # no step that is captured uploads them
-        return shelf
+        return cls(method, RequestPages(shape, pool, like), tuple(like[0].context.rotary))
 
     @staticmethod
     def shape(method: WaitingMethod, page: RequestShape) -> RequestShape:

@@ -22,13 +22,21 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.integrations.vllm.behind import Behind, Prompt, alike
+from kvsketch.integrations.vllm.counts import KEPT, REHEARSED, Counts
+from kvsketch.integrations.vllm.divided import DividedPrompt
 from kvsketch.integrations.vllm.files import read, write
+from kvsketch.integrations.vllm.kept_pages import Turn
 from kvsketch.integrations.vllm.library import Stored, Use
 from kvsketch.integrations.vllm.shelf import Beside, Shelf
+from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.waiting import Waiting, WaitingMethod
-from kvsketch.slots.codes import NotFinite
+from kvsketch.ops.rotate_keys import whole_turns
+from kvsketch.slots.codes import LEAST, NotFinite
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
-from kvsketch.slots.table import BoundedTable, ExactTable, Place, SlotTable
+from kvsketch.slots.store import stacked
+from kvsketch.slots.table import SlotTable
 
 log = logging.getLogger(f"vllm.{__name__}")
 NOBODY = -1  # the page of tokens that are read to measure memory
@@ -41,8 +49,10 @@ class Forward:
     pages: RequestPages | None  # None: memory is measured
     step: StepRows | None = None  # of single tokens
     documents: Beside | None = None  # that these continue
-    past: dict[int, list[BoundedTable]] = field(default_factory=dict)  # by page, what was there before
+    past: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what was there before
     beside: dict[int, Beside] = field(default_factory=dict)  # by page, the document that a prompt continues
+    behind: list[Behind] | None = None  # prompts that are read together; None: not looked for yet
+    alone: list[Prompt] = field(default_factory=list)  # the others
     taken: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what the layers have read so far
 
 
@@ -52,20 +62,26 @@ class Together:
 
     method: WaitingMethod
     shares: bool = False  # whether requests may continue documents
-    places: list[Place] = field(default_factory=list)
+    places: list[LayerContext] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)  # softcap and sink_logits of each layer's attention
     page: RequestShape | None = None
-    like: list[BoundedTable] = field(default_factory=list)  # a table of each layer, once all have joined
+    query_heads: int = 0
+    itemsize: int = 0  # bytes of a number of the model
+    like: list[SlotTable] = field(default_factory=list)  # a table of each layer, once all have joined
     settled: dict[int, int] = field(default_factory=dict)  # by page, tokens when it was last decided what stays
+    prompts: dict[int, int] = field(default_factory=dict)  # by page, tokens of its request's prompt, where it was told
+    divided: dict[int, DividedPrompt] = field(default_factory=dict)  # by page, prompts that are held whole
+    most_whole: int = 0  # tokens of such prompts
     forward: Forward | None = None
     shelf: Shelf | None = None  # of documents that requests continue
     uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
     stores: dict[int, Stored] = field(default_factory=dict)  # by page, documents that are about to be read
+    counts: Counts = field(default_factory=Counts)
     config: Any = None  # of the model, which files of documents belong to
     writers: list[Thread] = field(default_factory=list)  # of such files
 
-    def join(self, place: Place, scale: float, options: dict[str, Any] | None = None) -> int:
+    def join(self, place: LayerContext, scale: float, options: dict[str, Any] | None = None) -> int:
         """The number of one more layer."""
         self.places.append(place)
         self.scales.append(scale)
@@ -83,25 +99,37 @@ class Together:
         longest: int,
     ) -> RequestShape:
         """What a page holds when all layers have joined; `longest`: the most tokens of a request."""
-        slots = self.method.budget_size.tokens
-        assert slots is not None
-        place = Place(0, layers, bits=self.method.stored_bits)
+        budget, self.query_heads, self.itemsize = self.method.budget_size.of(longest), query_heads, dtype.itemsize
+        slots = max(budget, self.method.sinks + self.method.recent_size.of(budget))
+        place = LayerContext(0, layers, bits=self.method.stored_bits)
         self.page = RequestShape(
             like_table(place, Waiting, heads, key_size, value_size, dtype), layers,
-            self.method.kept_heads(heads, query_heads), slots, self.method.most_waiting, longest, self.shares,
+            self.method.kept_heads(heads, query_heads), slots, self.room, longest, self.shares,
         )  # fmt: skip
         return self.page
+
+    @property
+    def room(self) -> int:
+        """New tokens of a request that a page has room for: a turn as long as those that may wait, and what waits."""
+        return self.method.most_waiting * 5 // 4
+
+    @property
+    def token_bytes(self) -> int:
+        """That a token of a prompt takes in all layers while it is whole."""
+        assert self.page is not None
+        keys, values = self.page.like.stores()
+        return self.page.layers * keys.shape[1] * (keys.shape[3] + values.shape[3]) * self.itemsize
 
     def pages(self, pool: Tensor) -> RequestPages:
         """The pages in `pool` [P, bytes of a page]: views of it."""
         assert self.page is not None
         return RequestPages(self.page, pool, self.tables_like())
 
-    def tables_like(self) -> list[BoundedTable]:
+    def tables_like(self) -> list[SlotTable]:
         """A table of each layer, when all have joined."""
         assert self.page is not None
         if len(self.like) < len(self.places):
-            self.like = [replace(self.page.like, **vars(place)) for place in self.places]
+            self.like = [self.page.like.like(context=place) for place in self.places]
         return self.like
 
     # documents
@@ -131,9 +159,11 @@ class Together:
         `loads`: places of documents that are read from files before; returns the pages whose document cannot be.
         """
         failed = {place for place, path in (loads or {}).items() if not self._load(place, path)}
-        self.uses.update(uses)
-        self.stores = stores
-        if uses:
+        self.stores |= stores
+        for page in uses:
+            self.divided.pop(page, None)
+        if uses and self.shelf is not None:
+            self.uses.update(uses)
             pages = torch.tensor([*uses], device=pool.device)
             told = torch.tensor([[use.place, use.before, use.ahead] for use in uses.values()], device=pool.device)
             opened = self.pages(pool)
@@ -143,6 +173,25 @@ class Together:
             self._around(opened, pages, told[:, 0])
             self.settled.update(dict.fromkeys(uses, 0))
         return {page for page, use in uses.items() if use.place in failed}
+
+    def go_on(self, pool: Tensor, page: int, turn: Turn) -> None:
+        """A request begins in `page` with tokens that another has read: in the page of that one, or in a copy."""
+        opened = self.pages(pool)
+        self.divided.pop(page, None)
+        if page != turn.source:
+            self.copy(pool, turn.source, page)
+        settled, own = self.settled[turn.source], self.own_tokens(page, turn.tokens)
+        if own < settled:
+            opened.cut(page, settled - own)
+        self.settled[page] = min(settled, own)
+
+    def copy(self, pool: Tensor, source: int, page: int) -> None:
+        """What `source` holds, in `page` too, where nobody runs."""
+        self.pages(pool).copy(source, page)
+        self.settled[page] = self.settled[source]
+        self.uses.pop(page, None)
+        if source in self.uses:
+            self.uses[page] = self.uses[source]
 
     def _load(self, place: int, path: Path) -> bool:
         """Whether a document could be read from its file."""
@@ -158,6 +207,23 @@ class Together:
             return False
         return True
 
+    def forget(self, pages: Iterable[int]) -> None:
+        """Requests in these pages have ended: what lies beside the pages is let go."""
+        for page in pages:
+            self.divided.pop(page, None)
+            self.stores.pop(page, None)
+
+    def prompt_tokens(self, page: int, seen: int) -> int:
+        """Own tokens of the prompt in a page, those `seen` where nobody has told."""
+        return self.own_tokens(page, self.prompts[page]) if page in self.prompts else seen
+
+    def accepted(self, page: int, seen: int, new: int) -> int:
+        """Of the tokens that a request has `seen`, those that surely stay: behind its prompt one of the `new` ones.
+
+        The others may be drafts, which nobody has accepted yet.
+        """
+        return max(min(seen, self.prompts[page]), seen - new + 1) if page in self.prompts else seen
+
     def own_tokens(self, page: int, seen: int) -> int:
         """Of so many tokens that vLLM counts, those behind the document."""
         return seen - self.uses[page].before if page in self.uses else seen
@@ -168,8 +234,7 @@ class Together:
         place = stored.place
         self.shelf.pages.put(place, tables)
         if stored.path is not None:
-            bounded = [table.bounded for table in tables]
-            self.writers.append(write(stored.path, self.config, self.shelf.method, bounded, stored.digest))
+            self.writers.append(write(stored.path, self.config, self.shelf.method, tables, stored.digest))
         self.uses[page] = Use(place, tables[0].seen)
         told = torch.tensor([place, tables[0].seen, 0], device=tables[0].device)
         pages.planes["uses"][page] = told
@@ -216,6 +281,41 @@ class Together:
             attended = documents.joined(layer, query, attended, scale, self.options[layer].get("softcap"))
         return cast(Tensor, attended[:, :, 0])
 
+    def read_prompts(self, layer: int, prompts: list[Prompt], q: Tensor, k: Tensor, v: Tensor, out: Tensor) -> None:
+        """Several tokens of each of some requests, of q [T, Hq, D], k [T, H, D], v [T, H, Dv], to out [T, Hq, Dv]."""
+        forward = self._forward()
+        if forward.behind is None:
+            forward.behind = [*self._behind(forward, prompts, q.dtype)]
+        for group in forward.behind:
+            assert forward.pages is not None
+            attended = group.attend(forward.pages, layer, q, k, v, self.scales[layer], self.options[layer])
+            out.index_copy_(0, group.at, attended)
+        for page, start, end, seen in forward.alone:
+            new = slice(start, end)
+            out[new] = self.prefill(layer, page, seen, q[new], k[new], v[new])
+
+    def _behind(self, forward: Forward, prompts: list[Prompt], dtype: torch.dtype) -> Iterator[Behind]:
+        """Prompts that are read together behind what their pages hold; the others are left `alone`."""
+        pages, fitting = forward.pages, []
+        assert pages is not None
+        for prompt in prompts:
+            page, own = prompt.page, self.own_tokens(prompt.page, prompt.seen)
+            continues = own > 0 or bool(self.uses.get(page, Use()).place)
+            alone = page in self.stores or page in self.divided or prompt.tokens > self.room
+            if not continues or alone:
+                forward.alone.append(prompt)
+                continue
+            if own - self.settled[page] + prompt.tokens > self.room:
+                self._settle(pages, page, own)
+            fitting.append(prompt)
+        for group in alike(fitting):
+            waiting = [self.own_tokens(page, seen) - self.settled[page] for page, _, _, seen in group]
+            behind = Behind.of(pages, group, waiting)
+            if self.shelf is not None:
+                uses = pages.planes["uses"].index_select(0, behind.rows.pages)
+                behind.documents = self.shelf.beside(uses, dtype)
+            yield behind
+
     def prefill(self, layer: int, page: int, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens, or the first, of one request: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; gives [n, Hq, Dv]."""
         query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
@@ -223,27 +323,69 @@ class Together:
         document = self._document(forward, page, q.dtype)
         if document is not None:
             query, keys = document.rotation.of(query), document.rotation.of(keys)
-        if seen:
+        past, part = None, self._divided(page, seen, len(q), document)
+        if part is not None:
+            table: SlotTable = part.append(layer, keys, values)
+            keys, values = table.key_slots(), table.value_slots()
+        elif seen:
             assert forward.pages is not None
             if page not in forward.past:
                 forward.past[page] = forward.pages.take(page, seen, self.settled[page])
-            table: SlotTable = forward.past[page][layer]
+            table = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
-            # Behind a document: coded around its center, and rehearsed behind its first tokens.
-            before = None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
-            table, past = ExactTable(**vars(self.places[layer]) | {"document": before}), None
+            table = self._empty_table(layer, page, document)
         attended = ops.chunk_attention(
             query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
             return_state=document is not None, **self.options[layer],
         )  # fmt: skip
         if document is not None:
             attended = document.joined(layer, query, attended, self.scales[layer], self.options[layer].get("softcap"))
-        table.append(keys, values)
-        table.note(scale=self.scales[layer])
-        self._reader(page).compress(table, query)
-        forward.taken.setdefault(page, []).append(table)
+        table.forward.scale = self.scales[layer]
+        if part is not None:
+            part.score(layer, query)
+        else:
+            table.append(keys, values)
+            table.count(prompt_tokens=self.prompt_tokens(page, table.seen))
+            self._reader(page).compress(table, query)
+            forward.taken.setdefault(page, []).append(table)
         return cast(Tensor, attended[0].transpose(0, 1))
+
+    def _empty_table(self, layer: int, page: int, document: Beside | None) -> SlotTable:
+        """Behind a document: coded around its center, and rehearsed behind its first tokens."""
+        before = None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
+        return SlotTable(self.places[layer], document=before)
+
+    def _divided(self, page: int, seen: int, new: int, document: Beside | None) -> DividedPrompt | None:
+        """The prompt that these tokens are a part of, if it is held whole until all of it is there."""
+        if page in self.divided:
+            return self.divided[page]
+        method, total = self._reader(page), self.prompt_tokens(page, seen + new)
+        held = sum(part.tokens for part in self.divided.values())
+        fits = held + total <= self.most_whole or page in self.stores
+        if seen or new >= total or total < LEAST or not fits:
+            return None
+        assert isinstance(method, Rehearse)
+        tables = [self._empty_table(layer, page, document) for layer in range(len(self.places))]
+        self.divided[page] = DividedPrompt(method, total, tables)
+        return self.divided[page]
+
+    def measure(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """As many tokens as are read at once, or held whole, pass a layer, and are decided about behind the last one.
+
+        q [n, Hq, D], k [n, H, D], v [n, H, Dv]: of the first n, and again of the others, which attend to nothing.
+        """
+        # No step that is captured uploads them; made here, they do not sleep.
+        whole_turns(tuple(self.places[layer].rotary), q.device)
+        new, count = len(q), max(len(q), self.most_whole)
+        self.prompts[NOBODY] = count
+        self.prefill(layer, NOBODY, 0, q, k, v)
+        query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
+        for start in range(new, count, new):
+            left = slice(0, count - start)
+            part = self.divided[NOBODY]
+            part.append(layer, keys[:, :, left], values[:, :, left])
+            part.score(layer, query[:, :, left])
 
     def _document(self, forward: Forward, page: int, dtype: torch.dtype) -> Beside | None:
         """The document that a prompt continues."""
@@ -269,19 +411,34 @@ class Together:
         """The last layer has taken the tokens."""
         forward = self._forward()
         self.forward = None
+        for page in [page for page, part in self.divided.items() if part.whole]:
+            forward.taken[page] = [*self.divided.pop(page).tables]
         for page in [*forward.taken]:
             tables = forward.taken.pop(page)
-            with _of_its_own():
-                self._reader(page).settle(tables)
+            if page not in self.stores:
+                tables = stacked(tables)
+            self._decide(self._reader(page), tables)
             if page == NOBODY:
+                self.prompts.pop(NOBODY, None)
                 self._try_to_catch_up(tables)
             else:
                 assert forward.pages is not None
                 if page in self.stores:
-                    self._lay(forward.pages, page, self.stores[page], tables)
+                    self._lay(forward.pages, page, self.stores.pop(page), tables)
                 else:
                     self._put(forward.pages, page, tables)
-        self.stores = {}
+
+    def _decide(self, method: WaitingMethod, tables: list[SlotTable]) -> None:
+        """What stays of a prompt, or a part of it."""
+        before = tables[0].settled
+        with self.counts.pause(), _of_its_own():
+            method.settle(tables)
+        self._count(method, tables[0], before)
+
+    def _count(self, method: WaitingMethod, table: SlotTable, before: int) -> None:
+        if table.settled > before:
+            self.counts.add(REHEARSED, table.settled - before)
+            self.counts.add(KEPT, int(method.mean_slots(table)))
 
     def _try_to_catch_up(self, tables: list[SlotTable]) -> None:
         """Memory is measured of this too; and no request waits for its kernels to be compiled."""
@@ -290,9 +447,27 @@ class Together:
         pool = torch.zeros(2, self.page.nbytes, dtype=torch.uint8, device=tables[0].device)
         known, self.settled = self.settled, {}
         self._put(self.pages(pool), 1, tables)
+        like, seen = tables[0], self.settled[1]
         tables.clear()
-        self.catch_up(pool, [(1, self.settled[1] + self.method.most_waiting)])
+        for count in (2, self.method.most_waiting):
+            self._try_a_turn(pool, seen, count, like.key_slots().dtype)
+        self.catch_up(pool, [(1, seen + self.method.most_waiting)])
         self.settled = known
+
+    def _try_a_turn(self, pool: Tensor, seen: int, count: int, dtype: torch.dtype) -> None:
+        """The same for a turn of so many tokens in page 1."""
+        assert self.page is not None
+        keys, values = (each.shape for each in self.page.like.stores())
+        heads = keys[1], self.query_heads
+        q, k, v = (
+            torch.zeros(count, each, size, dtype=dtype, device=pool.device)
+            for each, size in ((heads[1], keys[3]), (heads[0], keys[3]), (heads[0], values[3]))
+        )
+        out = torch.empty(count, heads[1], values[3], dtype=dtype, device=pool.device)
+        self.begin(pool)
+        for layer in range(len(self.places)):
+            self.read_prompts(layer, [Prompt(1, 0, count, seen)], q, k, v, out)
+        self.forward = None
 
     def _forward(self) -> Forward:
         assert self.forward is not None, "no forward is under way"
@@ -303,6 +478,19 @@ class Together:
         self.settled[page] = tables[0].settled
 
     # between two forwards
+
+    def close(self, pool: Tensor, pages: Iterable[int]) -> None:
+        """Prompts in these pages, of which only the last token is missing, are decided about without it.
+
+        It comes alone, in a step that may be captured, and waits as generated tokens do. A document is not stored then.
+        """
+        for page in [page for page in pages if page in self.divided]:
+            part = self.divided.pop(page)
+            part.close()
+            self.stores.pop(page, None)
+            tables = stacked([*part.tables])
+            self._decide(self.method, tables)
+            self._put(self.pages(pool), page, tables)
 
     def start(self, pool: Tensor, pages: list[int]) -> None:
         """Requests in `pages` have no token yet, and the first one comes alone."""
@@ -321,11 +509,18 @@ class Together:
         opened = self.pages(pool) if due else None
         for page, seen in due:
             assert opened is not None
-            table = replace(opened.stack(page, seen, self.settled[page]), document=self._stacked_document(page))
-            table.note(scale=self.scales[0])
-            with _of_its_own():
-                self.method.catch_up([table])
-            self._put(opened, page, [table])
+            self._settle(opened, page, seen)
+
+    def _settle(self, pages: RequestPages, page: int, seen: int) -> None:
+        """Decides about the tokens of a request that wait; `seen` of its own are there."""
+        table = pages.stack(page, seen, self.settled[page]).like(document=self._stacked_document(page))
+        table.forward.scale = self.scales[0]
+        table.count(prompt_tokens=self.prompt_tokens(page, seen))
+        before = table.settled
+        with self.counts.pause(), _of_its_own():
+            self.method.catch_up([table])
+        self._count(self.method, table, before)
+        self._put(pages, page, [table])
 
 
 @contextlib.contextmanager

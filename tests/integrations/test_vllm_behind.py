@@ -1,0 +1,162 @@
+"""Turns of several requests, read together behind their pages, without vLLM: they give what each gives alone."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+from kvsketch.integrations.vllm.behind import Prompt, alike
+from kvsketch.integrations.vllm.kept_pages import WAIT, KeptPages, LivePage, Turn
+from tests.integrations.test_vllm_together import HEADS, LAYERS, Served
+
+
+class Turns(Served):
+    """The same, with all prompts of a forward read as vLLM's backend reads them."""
+
+    def turns(self, prompts: dict[int, int]) -> None:
+        news = {page: self.tokens(n) for page, n in prompts.items()}
+        ends = torch.tensor([0, *prompts.values()]).cumsum(0).tolist()
+        asked = [
+            Prompt(page, start, end, self.seen[page]) for page, start, end in zip(prompts, ends, ends[1:], strict=False)
+        ]
+        self.together.catch_up(self.pool, self.seen.items())
+        self.together.begin(self.pool)
+        result = []
+        for layer in range(LAYERS):
+            q, k, v = (torch.cat([news[page][layer][part] for page in prompts]) for part in range(3))
+            out = torch.full_like(q, torch.nan)
+            self.together.read_prompts(layer, asked, q, k, v, out)
+            result.append(out)
+        self.together.finish()
+        for page, start, end, _ in asked:
+            alone = self.alone[page].read(news[page])
+            torch.testing.assert_close([out[start:end] for out in result], alone, atol=2e-5, rtol=1e-4)
+            self.seen[page] += end - start
+
+
+@pytest.mark.parametrize("bits", [2, 4, 16])
+def test_turns_of_many_requests_are_those_of_each_alone(bits: int) -> None:
+    served = Turns(f"rehearse:budget=40:wait=64:recent=8:bits={bits}")
+    served.forward([], {1: 90, 2: 130, 3: 70})
+    served.turns({1: 5, 3: 30, 2: 2})
+    served.forward([1, 2, 3], {})
+    served.turns({2: 17, 3: 20, 1: 3})
+    if bits == 16:
+        # 3 is rehearsed with what waited, and 1 alone. In few bits both were coded first, where a cache of its own
+        # rehearses the tokens of a turn before it codes them.
+        served.turns({3: 20, 1: 40})
+        served.forward([3, 1, 2], {})
+        served.turns({1: 30, 2: 2})
+    for page, request in served.alone.items():
+        assert served.kept(page) == request.kept()
+
+
+def test_a_long_turn_is_read_alone_and_a_full_page_is_settled_first() -> None:
+    served = Turns("rehearse:budget=40:wait=64:recent=8:bits=16")
+    served.forward([], {1: 90, 2: 130})
+    served.turns({1: 60, 2: 100})
+    assert served.together.settled == {1: 90, 2: 230}
+    seen = served.seen[1]
+    served.together.begin(served.pool)
+    for layer, (q, k, v) in enumerate(served.tokens(50)):
+        served.together.read_prompts(layer, [Prompt(1, 0, 50, seen)], q, k, v, torch.empty_like(q))
+    served.together.finish()
+    assert served.together.settled[1] == seen  # 60 that waited; 50 wait
+    assert int(served.together.pages(served.pool).planes["kept"][1].sum()) == LAYERS * HEADS * 40
+
+
+def test_lengths_that_differ_much_are_read_apart() -> None:
+    prompts = [Prompt(page, 0, n, 100) for page, n in enumerate((500, 3, 90, 64, 10, 300))]
+    assert [[each.tokens for each in group] for group in alike(prompts)] == [[3, 10, 64], [90, 300], [500]]
+
+
+def test_a_copy_of_a_page_goes_on_apart_from_it() -> None:
+    served = Turns("rehearse:budget=40:wait=64:recent=8")
+    served.forward([], {1: 90})
+    served.turns({1: 20})
+    served.together.go_on(served.pool, 3, Turn(1, 110))
+    pages = served.together.pages(served.pool)
+    before = [table.key_slots() for table in pages.take(1, 110, 90)]
+    torch.testing.assert_close([table.key_slots() for table in pages.take(3, 110, 90)], before, atol=0, rtol=0)
+    served.together.begin(served.pool)
+    for layer, (q, k, v) in enumerate(served.tokens(30)):
+        served.together.read_prompts(layer, [Prompt(3, 0, 30, 110)], q, k, v, torch.empty_like(q))
+    served.together.finish()
+    assert served.together.settled[3] == 90
+    torch.testing.assert_close([table.key_slots() for table in pages.take(1, 110, 90)], before, atol=0, rtol=0)
+
+
+def test_a_page_is_cut_back_into_its_recent_tokens() -> None:
+    served = Turns("rehearse:budget=40:wait=64:recent=8")
+    served.forward([], {1: 90})
+    served.together.go_on(served.pool, 1, Turn(1, 85))
+    tables = served.together.pages(served.pool).take(1, 85, 85)
+    for table in tables:
+        for head in table.index_slots()[0].tolist():
+            there = [i for i in head if i >= 0]
+            assert max(there) == 84 and {82, 83, 84} <= {*there}
+    assert served.together.settled[1] == 85
+
+
+def longest(kept: KeptPages, prompt: list[int], key: str) -> Turn | None:
+    return kept.longest(np.array(prompt), key)
+
+
+def test_kept_pages_go_on_where_they_can_be_cut() -> None:
+    kept = KeptPages(wait=64, recent=8)
+    text = [*range(1000, 1200)]
+    assert not kept.keep(1, text[:20], "key")
+    kept.keep(1, text[:150], "key")
+    assert longest(kept, text, "key") is None  # nobody has said yet what was decided there
+    kept.settled[1] = 130
+    assert longest(kept, text, "key") == Turn(1, 150)
+    assert longest(kept, text[:140] + [5] * 20, "key") == Turn(1, 140)
+    assert longest(kept, text[:131], "key") == Turn(1, 130)
+    assert longest(kept, text[:124], "key") == Turn(1, 123)  # seven of the eight recent tokens
+    assert longest(kept, text[:123], "key") is None
+    assert longest(kept, text, "another") is None
+    kept.keep(2, text[:170], "key")
+    kept.settled[2] = 130
+    assert longest(kept, text, "key") == Turn(2, 170)
+    # A step under way may decide about one token more.
+    kept.settled[2] = 107
+    assert longest(kept, text, "key") == Turn(2, 170)
+    assert longest(kept, text[:160] + [5] * 20, "key") == Turn(1, 150)
+    kept.forget(1)
+    assert longest(kept, text[:160] + [5] * 20, "key") is None
+
+
+def test_requests_with_one_prompt_wait_for_the_first_and_go_on_in_its_page() -> None:
+    kept, text = KeptPages(wait=64, recent=8), np.arange(1000, 1200)
+    live = LivePage(3, text, "key", 0, computed=128)
+    assert kept.found(text, "key", [live]) is WAIT
+    assert kept.found(np.append(text, [1, 2]), "key", [live]) is WAIT
+    assert kept.found(text, "another", [live]) is None
+    # The page will be decided about behind the question: nobody can go on before it.
+    assert kept.found(np.append(text[:150], [1, 2]), "key", [live]) is None
+    read = replace(live, computed=200)
+    assert kept.found(text, "key", [read]) is WAIT, "nobody has said yet what was decided"
+    kept.settled[3] = 200
+    assert kept.found(text, "key", [read]) == Turn(3, 199)
+    assert kept.found(text, "key", [replace(live, computed=262)]) == Turn(3, 199)
+    # It may have been decided about again.
+    assert kept.found(text, "key", [replace(live, computed=263)]) is None
+    assert kept.found(text[:150], "key", [read]) is None
+    # A kept page is as good, and is there.
+    kept.keep(1, [*text], "key")
+    kept.settled[1] = 200
+    assert kept.found(text, "key", [live]) == Turn(1, 199)
+    # Nobody waits for ever.
+    del kept.settled[3], kept.pages[1]
+    assert kept.found(text, "key", [replace(live, computed=250)]) is None
+
+
+def test_a_page_is_copied_before_it_is_decided_about() -> None:
+    kept = KeptPages(wait=64, recent=8)
+    assert not kept.soon_decided(1, 150, 0)
+    kept.settled[1] = 100
+    assert [kept.soon_decided(1, read, 0) for read in (147, 148, 155, 156)] == [False, True, True, False]
+    assert kept.soon_decided(1, 198, 50)
