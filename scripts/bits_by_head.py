@@ -87,7 +87,7 @@ class BitsByHead(Rehearse):
             q = queries[:, :, :: max(1, queries.shape[2] // ASKED)].float()
 
             def attention(k: Tensor, q: Tensor = q, own: slice = own) -> Tensor:
-                logits = q @ k[:, :, own].float().mT * table.scale
+                logits = q @ k[:, :, own].float().mT * table.forward.scale
                 return (logits if missing is None else logits.masked_fill(missing[..., own], NEG_INF)).softmax(-1)
 
             a, v = attention(keys).nan_to_num(0), values[:, :, own].float()
@@ -116,8 +116,8 @@ class BitsByHead(Rehearse):
         values = table.value_slots().clone(memory_format=torch.contiguous_format)
         values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values.to(values.dtype))
         rounded = by_head(values, bits[..., 1], table.padding)
-        table.keys = PlainSlots(by_head(table.key_slots(), bits[..., 0], table.padding))
-        table.values = PlainSlots(rounded)
+        table.parts["keys"] = PlainSlots(by_head(table.key_slots(), bits[..., 0], table.padding))
+        table.parts["values"] = PlainSlots(rounded)
         width = rounded.shape[3]
         super()._rebuild(
             table, keep, layout, changes._replace(values=rounded.view(-1, width)[changes.place]), behind

@@ -46,6 +46,13 @@ def commands(data: str) -> Iterator[str]:
     forms = f"balancekv,balancekv:select=strict,{streams},uniform"
     error = "attention-error --protocol balancekv --tokens 8192 --layers 0,1,4 --rates 2,4,8,16 --seeds 0-9"
     yield f"kvsketch eval {error} --methods {forms} {common}"
+    error = "attention-error --protocol balancekv --tokens 2048 --layers 0,1,4 --rates 4 --seeds 0-2"
+    small = "--model smollm2-135m --device cpu"
+    forms = "balancekv,balancekv:form=paper,balancekv:form=stream"
+    yield f"kvsketch eval {error} --methods {forms} {small} --out results/kept_mass"
+    short = "summaries --texts 8 --tokens 250 --batch 8 --max-new-tokens 64 --budgets 50%"
+    taus = ",".join(f"keyformer:horizon=64{tau}" for tau in ("", ":tau_end=1", ":tau_init=2"))
+    yield f"kvsketch eval {short} --methods full,{taus} {small} --out results/keyformer_tau"
     for tasks, sizes in (
         ("tpo,quality", "--texts 10 --batch 5 --answers 8"),
         ("coursera,sci_fi,topic_retrieval_longchat", "--texts 7 --batch 2 --answers 4"),

@@ -19,36 +19,39 @@ EXPERIMENTS = {
     "ruler": "Needles, variables and words in texts of any length: RULER's tasks.",
     "leval": "Questions about long documents: the closed tasks of L-Eval.",
     "locomo": "Many questions about one long conversation: LoCoMo, by F1.",
+    "realtalk": "Many questions about one real conversation of 21 days: REALTALK, by F1.",
+    "longbench2": "Questions with four choices about long documents: LongBench v2.",
+    "minilongbench": "Questions, labels and summaries of LongBench v1, in MiniLongBench's prompts.",
+    "bamboo": "Several questions about a meeting or a paper: BAMBOO.",
+    "financebench": "Questions about annual reports, read from their PDFs: FinanceBench.",
+    "math": "Mathematics with long answers, compressed while they are written: MATH-500, AIME.",
     "gsm8k": "Problems with long answers, compressed while they are written: GSM8K.",
     "instructions": "Whether five instructions of a system prompt survive compression.",
     "likelihood": "How likely reference summaries are: nats per token and KL.",
-    "summaries": "Summaries beside that of the full cache and a reference, by ROUGE.",
+    "summaries": "Summaries compared with the full cache's and a reference, by ROUGE.",
     "needle": "A passkey hidden in real text, by length and depth.",
     "perplexity": "Perplexity of a long text against the full cache, by position.",
-    "recall": "How many of the best tokens a recall method reads, and how often they were on the device.",
-    "speculation": "Recall of a layer that scores with a query predicted from the layer before.",
+    "recall": "How many of the best tokens a recall method reads, and how often they were on the GPU.",
     "clusterability": "How keys and values cluster: t-SNE, k-center radii, cluster counts, query norms.",
-    "concentration": "How few tokens attention goes to, where they lie and for how long they matter.",
-    "shared-budget": "Best tokens, balanced samples and refits in heads that share one budget, at equal slots.",
-    "bits": "Keys and values in few bits: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
-    "promise": "Whether a promise of the loss holds: on passages that were not tried, and for answers.",
-    "agents": "A long run of an agent: spans compacted in place beside the full cache and summaries.",
-    "bfcl": "Calls of functions in talks of some turns, held as those of agents: bfcl-eval's multi-turn cases.",
-    "token-life": "How long each token of a document stays in the cache, by layer and head.",
+    "concentration": "How few tokens attention goes to, where they are and for how long they matter.",
+    "bits": "Quantised keys and values: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
+    "promise": "Whether the limit of rehearse:loss holds, on other passages and for answers.",
+    "agents": "A long run of an agent: spans compacted in place, the full cache, and summaries.",
+    "bfcl": "Function calls in multi-turn chats: bfcl-eval's cases, with the caches of `agents`.",
 }
 BENCHMARKS = {
-    "decode": "One decode step, captured, for any method and batch, beside full-cache baselines.",
+    "decode": "One decode step, captured, for any method and batch, with full-cache baselines.",
     "step-profile": "Device time of a decode step by kernel.",
-    "prefill": "A whole prefill under any method, beside transformers' own cache.",
+    "prefill": "A prefill with any method, compared with transformers' own cache.",
     "rehearse": "What rehearse adds to a prefill: score, choice, refit, encoding.",
-    "operations": "Single operations, each beside its rivals, a floor or a prefill: attention, linear, mass and so on.",
-    "offload": "A decode step with the cache in host memory, beside the same step on the device.",
-    "hit-rate": "How often an offloaded query finds its tokens on the device, on a real model.",
-    "serve": "Requests that share a decode step: throughput, first tokens, joins, beside the full cache.",
-    "vllm": "A decode step of vLLM: its own caches beside kvsketch's plugin.",
-    "cpu": "Reading and decoding on a CPU, beside transformers' own cache.",
-    "document": "First token of an answer about a document: read again, from its file, held ready.",
-    "stream": "Prompts of any length read chunk by chunk: time, memory, flatness.",
+    "operations": "Single operations, compared with rivals, a floor or a prefill: attention, linear, mass and so on.",
+    "offload": "A decode step with the cache in host memory, compared with the same step on the GPU.",
+    "hit-rate": "How often an offloaded query finds its tokens on the GPU, with a real model.",
+    "serve": "Requests that share a decode step: throughput, first tokens, joins, compared with the full cache.",
+    "vllm": "A decode step of vLLM: its own caches and kvsketch's plugin.",
+    "cpu": "Reading and decoding on a CPU, compared with transformers' own cache.",
+    "document": "First token of an answer about a document: read again, from its file, or in memory.",
+    "stream": "Prompts of any length read chunk by chunk: time, memory, time per token.",
 }
 
 
@@ -99,11 +102,25 @@ def report(
     docs: Annotated[
         bool, typer.Option("--docs", help="Write all pages and figures of docs/ from results/, here.")
     ] = False,
+    add: Annotated[
+        Path | None, typer.Option(help="A file of records that others made: it goes into results/outside/, here.")
+    ] = None,
+    made_by: Annotated[str, typer.Option(help="Who made the records of --add; pages show it beside the method.")] = "",
 ) -> None:
     """Write report.md, report.html and figures from the records of experiments; needs no model and no torch."""
     from kvsketch_lab.report import docs as pages
     from kvsketch_lab.report.render import render
 
+    if add is not None:
+        from kvsketch_lab.report import outside
+
+        if docs or folder is not None or out is not None:
+            raise ValueError("--add stands alone; write the pages afterwards with `kvsketch report --docs`")
+        count, path = outside.add(add, made_by, Path())
+        results().print(f"{count:,} records of {made_by} in {path}; kvsketch report --docs shows them", soft_wrap=True)
+        return
+    if made_by:
+        raise ValueError(f"--made-by {made_by} is for records that --add adds; name their file")
     if docs == (folder is not None) or (docs and out is not None):
         raise ValueError("name a folder of records, or give --docs alone to write the pages of this repository")
     said: list[str] = []

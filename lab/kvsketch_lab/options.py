@@ -2,7 +2,7 @@
 
     @dataclass
     class Needle(Options):
-        lengths: tuple[int, ...] = option("1000,2000", "tokens of the prompt, comma-separated", least=100)
+        lengths: tuple[int, ...] = option("1000,2000", "tokens of the prompt, separated by commas", least=100)
 
     Needle(lengths="500,1000").lengths        # (500, 1000)
     command("needle", Needle, run, "help")    # a command of typer's: --lengths 500,1000

@@ -15,7 +15,9 @@ The public names, with the docstrings of the code. `kvsketch report --docs` writ
 the [quickstart](quickstart.md); the parameters of a method are on [its own page](methods/README.md), the words in the
 [glossary](glossary.md)."""
 
-SHAPES = "Shapes: B batch rows, H KV heads, Hq query heads, S slots, N or n tokens, D channels."
+SHAPES = """\
+Shapes: B batch rows, H KV heads, Hq query heads, S slots, N or n tokens, D channels. Formulas and parameters of an
+operation: `help(kvsketch.ops.NAME)`."""
 
 
 def page() -> str:
@@ -46,11 +48,11 @@ def _sections() -> Iterator[str]:
     yield from _members("method", Parameters)
     for module in (kvsketch.models, kvsketch.texts):
         yield from _module(module)
-    yield from _module(kvsketch.ops, SHAPES)
+    yield from _module(kvsketch.ops, SHAPES, brief=True)
 
 
-def _module(module: ModuleType, note: str = "") -> Iterator[str]:
-    """The functions of a module, and the small classes that they take and return."""
+def _module(module: ModuleType, note: str = "", brief: bool = False) -> Iterator[str]:
+    """The functions of a module, and the small classes that they take and return; `brief`: in one paragraph each."""
     short = module.__name__.replace("kvsketch.models.texts", "kvsketch.texts")
     yield f"## {short}"
     yield (module.__doc__ or "").partition("\n")[0]
@@ -61,7 +63,7 @@ def _module(module: ModuleType, note: str = "") -> Iterator[str]:
         value = getattr(module, name)
         if callable(value) and value.__doc__:
             yield f"### {short.removeprefix('kvsketch.')}.{name}"
-            yield from _entry(name, value)
+            yield from _entry(name, value, brief=brief)
 
 
 def _is_own(module: ModuleType, name: str, value: object) -> bool:
@@ -79,10 +81,17 @@ def _members(owner: str, cls: type[Any]) -> Iterator[str]:
             yield from _entry(name, getattr(cls, name), signature=not isinstance(value, property))
 
 
-def _entry(name: str, value: Any, signature: bool = True) -> Iterator[str]:
+def _entry(name: str, value: Any, signature: bool = True, brief: bool = False) -> Iterator[str]:
     if signature and not issubclass(value if inspect.isclass(value) else object, Exception):
         yield f"```python\n{_signature(name, value)}\n```"
-    yield _markdown(inspect.cleandoc(value.__doc__ or ""))
+    text = inspect.cleandoc(value.__doc__ or "")
+    yield _markdown(_first(text) if brief else text)
+
+
+def _first(text: str) -> str:
+    """The first paragraph, with the formula that it announces."""
+    paragraphs = text.split("\n\n")
+    return "\n\n".join(paragraphs[: 1 + paragraphs[0].endswith(":")])
 
 
 def _signature(name: str, value: Any) -> str:

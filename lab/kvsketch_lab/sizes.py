@@ -51,10 +51,17 @@ def requests() -> str:
     )
 
 
-def _plans(model: str, demand: sizing.Demand, gpu: str) -> Sequence[sizing.Plan]:
+def user_gb(contender: str, tokens: int) -> float:
+    """What one user of so many tokens takes of the shape of an 8B model: vLLM's bf16 or fp8 cache, or a method."""
+    method = "full" if contender in ("bf16", "fp8") else contender
+    plan = _plans("8B", sizing.Demand(tokens, 1), "h200", (method,))[0]
+    return plan.user_bytes / 1e9 / (2 if contender == "fp8" else 1)
+
+
+def _plans(model: str, demand: sizing.Demand, gpu: str, methods: Sequence[str] = SMALL) -> Sequence[sizing.Plan]:
     from transformers import LlamaConfig
 
-    return sizing.plans(LlamaConfig(**SHAPES[model]), SMALL, demand, sizing.GPUS[gpu], advice.speeds())
+    return sizing.plans(LlamaConfig(**SHAPES[model]), methods, demand, sizing.GPUS[gpu], advice.speeds())
 
 
 def _fit(plan: sizing.Plan) -> str:

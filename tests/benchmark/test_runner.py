@@ -63,6 +63,19 @@ def test_requests_share_one_document(tmp_path: Path) -> None:
     assert done.exit_code != 0 and "rows of snapkv:budget=32 copy their documents" in done.output
 
 
+def test_chats_go_on_in_their_caches(tmp_path: Path) -> None:
+    out = tmp_path / "records.jsonl"
+    options = "--shape tiny --layers 1 --prompt 90 --rows 2 --turns 2 --new 70 --answer 4 --chunk 64 --device cpu"
+    done = bench("serve", "--out", str(out), "--methods", "rehearse:budget=50%", *options.split())
+    assert done.exit_code == 0, done.output
+    kept, anew, whole = [record["data"] for record in records.read(out)]
+    assert [row["chats"] for row in (kept, anew, whole)] == ["kept", "turn by turn", "one prompt"]
+    assert kept["same"] and anew["same"] and len(kept["turns_s"]) == 3
+    assert (kept["read_tokens"], anew["read_tokens"]) == (2 * (90 + 2 * 78), 2 * (90 + 164 + 238))
+    done = bench("serve", "--methods", "rehearse", "--turns", "2", "--tail", "3", "--device", "cpu")
+    assert done.exit_code != 0 and "chats share no document" in done.output
+
+
 def test_a_method_that_cannot_be_served_says_so_and_the_others_go_on(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import random
+import sys
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +15,7 @@ from kvsketch.methods import parse_method
 from kvsketch_lab.benchmark import vllm
 from kvsketch_lab.benchmark.runner import FAILED
 from kvsketch_lab.benchmark.vllm_engine import Engine, Job
+from kvsketch_lab.report import vllm as report
 
 METHOD = "rehearse:budget=16384:bits=4"
 
@@ -75,10 +78,76 @@ def test_rows_that_fit_are_those_of_token_blocks_or_of_pages(contender: str, row
     assert engine.rows_that_fit() == rows
 
 
+class Pretended:
+    """An engine that answers each request with as many tokens as it asks for, one in a step."""
+
+    def __init__(self, found: int) -> None:
+        self.left: dict[str, int] = {}
+        self.found, self.asked = found, dict[str, Any]()
+
+    def add_request(self, name: str, prompt: Any, params: Any) -> None:
+        self.left[name], self.asked[name] = params.max_tokens, (prompt["prompt_token_ids"], params)
+
+    def has_unfinished_requests(self) -> bool:
+        return bool(self.left)
+
+    def step(self) -> list[Any]:
+        self.left = {name: count - 1 for name, count in self.left.items()}
+        outputs = [
+            SimpleNamespace(
+                request_id=name, finished=not count, num_cached_tokens=self.found,
+                outputs=[SimpleNamespace(token_ids=[7])],
+            )
+            for name, count in self.left.items()
+        ]  # fmt: skip
+        self.left = {name: count for name, count in self.left.items() if count}
+        return outputs
+
+
+@pytest.mark.parametrize("contender", ["fp8", METHOD])
+def test_questions_follow_the_texts_that_were_read(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    params = lambda **given: SimpleNamespace(**given)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))  # type: ignore[arg-type]
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=0))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # type: ignore[arg-type]
+    engine = Engine.__new__(Engine)
+    engine.job = Job(contender=contender, prompts=(50,), texts=2, questions=3, new=5, answer=4)
+    engine.random, engine.vocabulary, engine.engine = random.Random(0), 100, Pretended(50)
+    told = engine.asked()
+    asked = engine.engine.asked
+    assert len(asked) == 2 + 2 * 3 and told["found"] == 6 * 50
+    for number in range(2):
+        text, params = asked[f"text {number}"]
+        assert len(text) == 50 and params.max_tokens == 1
+        stored = {"kv_transfer_params": {"kvsketch_store": f"text {number}"}}
+        assert params.extra_args == (None if contender == "fp8" else stored)
+        behind = [asked[f"{number}-{question}"] for question in range(3)]
+        assert all(prompt[:50] == text and len(prompt) == 55 and own.max_tokens == 4 for prompt, own in behind)
+        assert len({(*prompt,) for prompt, _ in behind}) == 3
+    assert told["first_s"] <= told["latest_s"] <= told["answers_s"]
+
+
+def test_turns_and_questions_are_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+    monkeypatch.setattr(vllm, "run", lambda job: jobs.append(job) or {"answers_s": 1.0})
+    rows = [*vllm.Vllm(contenders="fp8", questions=4, batches="3", prompt=100, new=8, chunk=64).measure("fp8")]
+    assert rows[0]["texts"] == 3 and rows[0]["questions"] == 4 and rows[0]["chunk"] == 64
+    (job,) = jobs
+    assert (job.rows, job.texts, job.chunk, job.reuses, job.documents) == (12, 3, 64, True, 0)
+    assert job.longest >= 100 + 8 + job.answer and job.times
+    assert Job(contender=METHOD, questions=4, texts=3).documents == 3
+    assert not Job(contender=METHOD, questions=4, texts=3).reuses
+    assert Job(contender=METHOD, question=4).documents == 1
+    records: Any = [{"kind": "vllm", "data": {"contender": "fp8", "batch": 1, "prompt": 9, "questions": 4}}]
+    assert report.measured(records) == []
+
+
 def test_what_cannot_run_is_told_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(ValueError, match=r"pip install 'kvsketch\[vllm\]'"):
         vllm.Vllm().check_options()
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: object())
+    with pytest.raises(ValueError, match="two runs"):
+        vllm.Vllm(turns=2, questions=2).check_options()
     with pytest.raises(ValueError, match="did you mean 'snapkv'"):
         vllm.Vllm(contenders="bf16,snapvk:budget=2048").check_options()

@@ -121,6 +121,15 @@ def test_the_protocol_of_balancekv_by_hand(layers: dict[int, Captured]) -> None:
     assert result.error == pytest.approx(float(wanted), rel=1e-4)
 
 
+def test_the_weight_that_is_kept(layers: dict[int, Captured]) -> None:
+    """A sample stands for all tokens, a window for its own; a method that keeps everything has no weights."""
+    mass = {text: attention_protocol.measure(text, 4, layers[1], QUERIES, CAUSAL).mass
+            for text in ("uniform", "quest")}  # fmt: skip
+    assert mass["uniform"] == pytest.approx(1) and mass["quest"] is None
+    window = attention_protocol.measure("streamingllm", 4, layers[1], QUERIES, CAUSAL)
+    assert window.mass == pytest.approx(window.tokens_read / layers[1].keys.shape[2])
+
+
 def test_the_seed_changes_methods_with_chance_alone(layers: dict[int, Captured]) -> None:
     def errors(text: str) -> list[float]:
         return [attention_protocol.measure(text, 4, layers[1], QUERIES, seed=seed).error for seed in (0, 1)]

@@ -341,7 +341,7 @@ MISTAKES = {
     "lines": (["lines", "--lines", "0,200"], "--lines 0 is not possible"),
     "batch": (["lines", "--batch", "-3"], "--batch -3 is not possible"),
     "budgets": (["lines", "--budgets", "lots"], "25%"),
-    "two budgets": (["lines", "--bytes", "1/8", "--budgets", "1/4"], "--bytes 1/8 and --budgets 1/4 both say"),
+    "two budgets": (["lines", "--bytes", "1/8", "--budgets", "1/4"], "--bytes 1/8 and --budgets 1/4 both set"),
     "bytes": (["lines", "--bytes", "1/8,5"], "--bytes 5 is no share of the full cache's bytes; use such as 1/4,1/8"),
     "methods": (["lines", "--methods", "snapvk"], "did you mean 'snapkv'"),
     "texts": (["perplexity", "--texts", "1790-Washing-1"], "from 1790-Washington-1 to"),

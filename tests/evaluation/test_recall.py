@@ -13,9 +13,10 @@ from kvsketch import ops
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
-from kvsketch.slots.table import ExactTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import attention_protocol, recall, selections, speculation
+from kvsketch_lab.evaluation import attention_protocol, recall, selections
 from kvsketch_lab.evaluation.attention_protocol import Captured
 from kvsketch_lab.evaluation.selections import Choice
 from tests.helpers import tiny, zoo
@@ -66,7 +67,7 @@ def test_what_is_counted_is_what_is_read(layer: Captured, text: str) -> None:
         out = torch.cat([answer for answer in answers if answer is not None], 2)
     else:
         keys, values = table.key_slots(), table.value_slots()
-        out = ops.weighted_attention(queries, keys, values, table.log_den, table.log_den, table.scale)
+        out = ops.weighted_attention(queries, keys, values, table.log_den, table.log_den, table.forward.scale)
     visible = torch.zeros(4, STEPS, CONTEXT + 1, dtype=torch.bool).scatter_(2, choice.rows.long() % (CONTEXT + 1), True)
     keys, values = (t[:, :, :CONTEXT].repeat_interleave(2, 1) for t in (layer.keys, layer.values))
     scores = (queries @ keys.mT * layer.scale).masked_fill(~visible[None, :, :, :CONTEXT], float("-inf"))
@@ -197,17 +198,6 @@ def test_a_real_model(tmp_path: Path) -> None:
     assert 0.0 < result["clusterkv"]["cluster_hits"]["1"] <= 1.0
 
 
-@pytest.mark.real_model
-def test_speculation_finds_more_with_the_rotation_known(tmp_path: Path) -> None:
-    line = ["--tokens", "96", "--steps", "4", "--layers", "6", "--budget", "32", "--out", str(tmp_path)]
-    assert run_experiment(speculation.Speculation, line) == 0
-    result = {
-        record["data"]["query"]: record["data"]["recall"] for record in records.read(tmp_path / "speculation.jsonl")
-    }
-    assert list(result) == list(speculation.QUERIES)
-    assert result["own"] > result["previous"] > result["previous, map of other tokens"]
-
-
 @pytest.mark.parametrize(
     "text",
     [
@@ -223,8 +213,8 @@ def test_rows_chosen_are_what_a_query_reads(text: str) -> None:
     keys, values = (torch.randn(2, 2, 90, 8, generator=generator) for _ in range(2))
     queries = torch.randn(2, 4, 90, 8, generator=generator)
     method = parse_method(f"{text}:budget=24:skip_layers=0")
-    table = ExactTable(0, 1)
-    table.scale, table.padding = 0.3, torch.tensor([0, 9])
+    table = SlotTable(LayerContext(0, 1))
+    table.forward.scale, table.padding = 0.3, torch.tensor([0, 9])
     for start, end in ((0, 80), (80, 81)):
         table.append(keys[:, :, start:end], values[:, :, start:end])
         if end == 80:

@@ -52,9 +52,10 @@ def test_the_cache_and_the_tokens_are_those_of_generate(method: str, pads: tuple
     # One token is the end of prefill: generate chooses it from the prompt's logits and stops.
     generated(model, inputs, own, new=1)
     assert [t.shape for t in state(shared)] == [t.shape for t in state(own)]
-    assert all(layer.table.scale == model.model.layers[0].self_attn.scaling for layer in shared.slot_layers)
+    assert all(layer.table.forward.scale == model.model.layers[0].self_attn.scaling for layer in shared.slot_layers)
     for mine, its in zip(shared.slot_layers, own.slot_layers, strict=True):
-        for field in ("seen", "length", "appended", "new_tokens", "prompt_tokens"):
+        assert mine.table.forward.appended == its.table.forward.appended
+        for field in ("seen", "length", "new_tokens", "prompt_tokens"):
             assert getattr(mine.table, field) == getattr(its.table, field), field
         assert mine.table.state.numbers() == its.table.state.numbers()
     for mine, its in zip(state(shared), state(own), strict=True):

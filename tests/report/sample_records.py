@@ -147,21 +147,7 @@ def plane(chance: random.Random, points: int, groups: int) -> dict[str, Any]:
     return {"points": result, "centers": list(range(0, points, points // 16))[:16]}
 
 
-def token_life(tokens: int = 160) -> Iterator[dict[str, Any]]:
-    chance = random.Random(7)
-    words = [(" " if at else "") + WORDS[at % len(WORDS)] for at in range(tokens)]
-    for method, budget, miss in pairs(("full", "streamingllm", "snapkv", "clusterkv"), ("1/8", "1/4")):
-        views = [{"layer": None, "head": None}, *({"layer": n, "head": h} for n in (0, 14, 27) for h in (0, 1))]
-        for view in views:
-            view["shares"] = [1.0 if chance.random() > miss else round(chance.random(), 2) for _ in words]
-        cell = {"method": method, "budget": budget, "sample": "passkey depth=0.5", **MODEL}
-        cell |= {"tokens": tokens, "depth": 0.5, "chunk": 1}
-        outcome = {"score": 0.5, "mean_share": 0.5, "words": words, "marked": [4], "views": views}
-        outcome["measures"] = "read" if method in RECALL else "stored"
-        yield record("token_life", {**cell, **outcome, **memory(method, budget, tokens)})
-
-
-EXPERIMENTS = (lines, needle, perplexity, recall, clusterability, token_life)
+EXPERIMENTS = (lines, needle, perplexity, recall, clusterability)
 
 
 def write_all(folder: Path) -> Path:
@@ -191,7 +177,7 @@ def in_bytes(records: Iterable[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 def write_two_models(folder: Path) -> Path:
     """A folder with the records of two models, those of lines with budgets in tokens and in bytes."""
     folder.mkdir(parents=True, exist_ok=True)
-    for experiment in (needle, perplexity, recall, clusterability, token_life):
+    for experiment in (needle, perplexity, recall, clusterability):
         write(folder / f"{experiment.__name__}.jsonl", [*experiment(), *of_other_model(experiment())])
     both = [*lines(4), *of_other_model(lines(3))]
     write(folder / "lines.jsonl", [*both, *in_bytes(both)])

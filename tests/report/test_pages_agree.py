@@ -99,7 +99,7 @@ def of_results() -> Iterator[tuple[Cell, str]]:
 
 
 def of_readme() -> Iterator[tuple[Cell, str]]:
-    for line in lines(ROOT / "README.md"):
+    for line in lines(ROOT / "docs" / "results.md"):
         method = line.cells.pop("share of the full cache's bytes", "")
         for share, text in line.cells.items() if method else ():
             for task, number in zip(("lines 400", "RULER 4,000"), text.split(" / "), strict=False):

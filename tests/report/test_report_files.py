@@ -22,7 +22,7 @@ from kvsketch_lab.report.body import body
 from kvsketch_lab.report.contents import gather
 from kvsketch_lab.report.palette import BASE, FILE, look_file, looks
 from kvsketch_lab.report.render import render
-from tests.report.sample_records import METHODS, lines, recall, record, token_life, write, write_all
+from tests.report.sample_records import METHODS, clusterability, lines, recall, record, write, write_all
 
 
 def test_a_torn_last_line_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
@@ -50,7 +50,7 @@ def test_the_same_records_give_the_same_files(tmp_path: Path) -> None:
     source = tmp_path / "records"
     source.mkdir()
     write(source / "recall.jsonl", recall())
-    write(source / "token_life.jsonl", token_life(20))
+    write(source / "clusterability.jsonl", clusterability())
     first, _ = render(source, tmp_path / "first")
     second, _ = render(source, tmp_path / "second")
     assert [path.name for path in first] == [path.name for path in second]

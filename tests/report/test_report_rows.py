@@ -98,14 +98,13 @@ def test_ways_to_measure_have_means_of_their_own(tmp_path: Path) -> None:
     ]
 
 
-def test_models_stay_apart_in_rows_maps_pictures_and_documents(tmp_path: Path) -> None:
+def test_models_stay_apart_in_rows_maps_and_pictures(tmp_path: Path) -> None:
     contents = gather(write_two_models(tmp_path))
     models = {"qwen2.5-coder-0.5b (bfloat16)", "qwen2.5-coder-1.5b (bfloat16)"}
     for section in contents.sections:
         assert {row.model for row in section.rows} == models, section.kind.name
     assert {each["model"] for each in (*contents.needle, *contents.positions)} == models
-    for entries in (contents.clusters, contents.documents):
-        assert {each["name"].partition(";")[0] for each in entries} == models
+    assert {each["name"].partition(";")[0] for each in contents.clusters} == models
     assert contents.models == ["qwen2.5-coder-1.5b (bfloat16)", "qwen2.5-coder-0.5b (bfloat16)"]
     files = [name for name, _ in draw(dataclasses.replace(contents, needle=[], positions=[], clusters=[]))]
     assert [name for name in files if name.startswith("lines-")] == [
@@ -212,7 +211,7 @@ def test_every_experiment_is_read(tmp_path: Path) -> None:
         "perplexity",
         "recall",
     ]
-    assert contents.needle and contents.positions and contents.clusters and contents.documents
+    assert contents.needle and contents.positions and contents.clusters
     assert contents.remarks == ["kernels.jsonl: 1 records of kind 'kernel' are of no experiment that this report shows"]
 
 
@@ -247,18 +246,7 @@ def test_budgets_and_settings_sort_by_size() -> None:
 
 
 def test_a_failed_picture_is_told(tmp_path: Path) -> None:
-    failed: dict[str, Any] = {
-        "method": "subgen",
-        "budget": "1/8",
-        "sample": "passkey",
-        "chunk": 1,
-        **MODEL,
-        "failed": "ValueError: budget too small",
-    }
-    contents = contents_of(tmp_path, "token_life", [record("token_life", failed)])
-    assert contents.documents == []
-    assert contents.remarks == ["token_life.jsonl: subgen 1/8 failed: ValueError: budget too small"]
-    outcome = {"words": ["a"], "marked": [], "views": [], "measures": "stored"}
-    again = {name: value for name, value in failed.items() if name != "failed"} | outcome
-    contents = contents_of(tmp_path, "token_life", [record("token_life", each) for each in (failed, again)])
-    assert len(contents.documents) == 1 and contents.remarks == []
+    failed: dict[str, Any] = {"method": "full", "layer": 0, **MODEL, "failed": "ValueError: text too short"}
+    contents = contents_of(tmp_path, "clusterability", [record("clusterability", failed)])
+    assert contents.clusters == []
+    assert contents.remarks == ["clusterability.jsonl: full  failed: ValueError: text too short"]

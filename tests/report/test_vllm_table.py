@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 from kvsketch_lab.report import vllm
@@ -33,3 +34,16 @@ def test_each_contender_has_its_steps_and_its_best() -> None:
     method = ["`snapkv:budget=2048`", "5.00", "8.00", nothing, speed, "2.50", nothing, speed, "1.10", "424"]
     assert lines[3] == method, "the last of each batch counts, and what failed does not"
     assert lines[4][1:8] == [nothing, nothing, "16.00", "4,000 (64 rows)", "5.00", nothing, "3,000"]
+
+
+def test_readme_counts_the_rehearsals() -> None:
+    """A user whose answer is long pays for them; vLLM's own caches have none."""
+    records = [
+        record("bf16", 16, 20.0, rows_that_fit=26, sustained_per_s=1.0),
+        record("rehearse:budget=64", 64, 16.0, rows_that_fit=163, sustained_per_s=3000.0),
+    ]
+    sizes = SimpleNamespace(user_gb=lambda name, prompt: 4.0 if name == "bf16" else 0.5)
+    lines = vllm.short(records, sizes, {"full": "0.9", "rehearse": "0.8"}).splitlines()[2:]
+    assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
+        ["vLLM, bf16 cache", "4.00 GB", "26", "800", "0.9"], ["kvsketch in vLLM", "0.50 GB", "163", "3,000", "0.8"],
+    ]  # fmt: skip

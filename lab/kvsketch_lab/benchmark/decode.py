@@ -111,8 +111,8 @@ class Decode(CheckedBenchmark):
         "batch:d | method | ms per step=step_ms:.2f | p10=p10_ms:.2f | p90=p90_ms:.2f | floor ms=floor_ms:.2f | "
         "against full=ratio:.2f | cache MB=cache_bytes/1e6:,.0f | stored:,d | tokens/s=rate:,.0f"
     )
-    methods: str = option("full,streamingllm:budget=2048", "text forms, comma-separated")
-    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
+    methods: str = option("full,streamingllm:budget=2048", "methods, separated by commas")
+    batches: tuple[int, ...] = option("1,8", "batch sizes, separated by commas", least=1)
     full_batches: tuple[int, ...] = option("", "further batches for the full cache alone", least=1, none=True)
     steps: int = option(40, "steps that are timed", least=1)
     check_tokens: int = option(256, "captured tokens compared with eager ones", least=1)

@@ -72,8 +72,8 @@ class Document(TextBenchmark):
         "method | tokens:,d | cache | first token s=seconds:.2f | times faster=faster:,.0f | "
         "file MB=file_bytes/1e6:,.1f | cache MB=cache_bytes/1e6:,.1f"
     )
-    methods: str = option("full,rehearse:budget=1/2,snapkv:budget=25%", "text forms, comma-separated")
-    tokens: tuple[int, ...] = option("8192", "tokens of the document, comma-separated", least=64)
+    methods: str = option("full,rehearse:budget=1/2,snapkv:budget=25%", "methods, separated by commas")
+    tokens: tuple[int, ...] = option("8192", "tokens of the document, separated by commas", least=64)
     repeats: int = option(3, "questions asked of a stored document", least=1)
 
     def cells(self) -> list[Fields]:

@@ -59,10 +59,10 @@ class HitRate(TextBenchmark):
     columns = "method | hit rate=hit_rate:.1% | copied:.1%"
     prompt: int = option(8192, "tokens read before the hits are counted", least=32)
     steps: int = option(64, "tokens over which they are counted", least=2)
-    share: int = option(32, "the budget is one in so many tokens of the prompt", least=2)
-    methods: str = option(METHODS, "text forms, comma-separated")
+    share: int = option(32, "the budget is one in N tokens of the prompt", least=2)
+    methods: str = option(METHODS, "methods, separated by commas")
     keep_steps: tuple[int, ...] = option(
-        "1,2", "the device keeps what so many last steps read, comma-separated", least=1
+        "1,2", "number of last steps whose reads stay on the GPU, separated by commas", least=1
     )
 
     def cells(self) -> list[Fields]:

@@ -104,9 +104,9 @@ class Offload(CheckedBenchmark):
         "p90=host_p90_ms:.2f | ratio:.2f | hit rate=hit_rate:.0% | MB copied=copied_bytes/1e6:.1f | "
         "device bytes=device_bytes:,d | offloaded=offloaded_device_bytes:,d | host MB=offloaded_host_bytes/1e6:,.0f"
     )
-    methods: str = option("clusterkv,quest", "text forms, comma-separated")
+    methods: str = option("clusterkv,quest", "methods, separated by commas")
     locality: tuple[float, ...] = option("0,0.9,0.96", "see above; only clusterkv takes more than 0", least=0, most=1)
-    batches: tuple[int, ...] = option("1", "batch sizes, comma-separated", least=1)
+    batches: tuple[int, ...] = option("1", "batch sizes, separated by commas", least=1)
     steps: int = option(60, "steps that are timed", least=15)
     check_tokens: int = option(96, "tokens that are compared", least=1)
 

@@ -5,7 +5,7 @@
 An 8B-shaped model with random weights reads one long prompt. The overhead of a method is its time over that of
 DynamicCache, minus one. Before a method is timed its cache is checked: every layer within its budget, every number
 finite, and the logits of the prompt equal to those of DynamicCache; a method that fails is reported as failed,
-without a time. With `--beside` layers compress on a second stream while the model reads on, as ClusterKV clusters; the
+without a time. With `--beside` compress layers on a second stream while the model continues, as ClusterKV clusters; the
 prefill ends when both have.
 """
 
@@ -76,10 +76,10 @@ def compressing_beside(cache: CompressedCache) -> Iterator[None]:
 class Prefill(ModelBenchmark):
     name, kind = "prefill", "prefill"
     columns = "method | ms=prefill_ms:,.0f | overhead:+.1% | cache MB=cache_bytes/1e6:,.1f | peak GB=peak_bytes/1e9:.1f"
-    methods: str = option(METHODS, "text forms, comma-separated")
+    methods: str = option(METHODS, "methods, separated by commas")
     length: int = option(32768, "tokens of the prompt", least=1)
     repeats: int = option(2, "prefills that are timed", least=1)
-    beside: bool = option(False, "layers compress on a second stream while the model reads on")
+    beside: bool = option(False, "compress layers on a second stream while the model continues")
 
     def headline(self, rows: list[Fields]) -> str:
         timed = [f"; DynamicCache {row['baseline_ms']:.0f} ms" for row in rows if "baseline_ms" in row]

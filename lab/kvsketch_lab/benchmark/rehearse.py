@@ -71,7 +71,7 @@ class Rehearsal(Prefill):
         "method | ms=prefill_ms:,.0f | overhead:+.1% | score=score_ms:,.1f | choice=choice_ms:,.1f | "
         "refit=refit_ms:,.1f | encoding=encoding_ms:,.1f | cache MB=cache_bytes/1e6:,.1f | peak GB=peak_bytes/1e9:.1f"
     )
-    methods: str = option("rehearse,rehearse:refit=none,rehearse:budget=1/4", "text forms, comma-separated")
+    methods: str = option("rehearse,rehearse:refit=none,rehearse:budget=1/4", "methods, separated by commas")
 
     def check_options(self) -> None:
         for text in self.texts:
@@ -82,6 +82,5 @@ class Rehearsal(Prefill):
         row = super()._measured(times, baseline, cache)
         settings = {name: getattr(cache.method, name) for name in asdict(cache.method)}
         timed = Timed(**settings, ready=self.on.synchronize)
-        timed._set("learned", cache.method.learned)
         prefill_times(self.built, timed, self.length, 0, self.on)
         return row | {f"{part}_ms": timed.spent.get(part, 0.0) for part in PARTS}

@@ -3,7 +3,7 @@
     @dataclass
     class Decode(Benchmark):
         name, kind, columns = "decode", "decode", "batch:d | method | ms=step_ms:.2f"
-        batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
+        batches: tuple[int, ...] = option("1,8", "batch sizes, separated by commas", least=1)
         def wrong(self): ...              # what is wrong with our results, one line each
         def cells(self): ...              # the inputs: fields that their rows share, such as {"batch": 8}
         def measure(self, batch): ...     # yields a row for each contender

@@ -13,6 +13,12 @@ shared tables, from an idle device to an idle one. Timed steps are too few for a
 With `--tail` all requests continue one document that lies in the tables once, each with so many tokens of its own; the
 tables have room for that and no more, and no prompt is read beside the others.
 
+    kvsketch bench serve --shape smollm2-135m --methods rehearse --rows 2 --prompt 2048 --turns 4
+
+With `--turns` as many chats as rows say the prompt, and `--new` tokens more in each later turn, and get `--answer`
+tokens each time, all chats of a turn at once: in caches that are kept from turn to turn, and with transcripts that are
+read anew, turn by turn, which must give the same tokens (`same`), or as one prompt.
+
 First a small float32 model answers requests of mixed lengths; a method whose tokens are not those of
 `kvsketch.generate` has no speed.
 """
@@ -36,7 +42,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.captured import generate
 from kvsketch.decode.sampling import Draw
-from kvsketch.decode.shared import SharedRows, alone
+from kvsketch.decode.shared import SharedRows, batched, lies_once
 from kvsketch.methods import Method, parse_method
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.requests import Request, Ticket
@@ -52,6 +58,7 @@ DOCUMENT = 150  # tokens of its document
 JOINS = 8
 HELD = 6  # rows' worth of memory that stays free: the prompt, its copies while they join
 PATIENCE = 60.0  # seconds for anything
+TURN_PATIENCE = 1800.0  # for all chats of a turn
 
 
 class Listener:
@@ -71,15 +78,15 @@ class Listener:
         return sum(start <= each <= end for each in self.times)
 
 
-def wait_for(what: str, condition: Callable[[], bool], tickets: Iterable[Ticket]) -> None:
+def wait_for(what: str, condition: Callable[[], bool], tickets: Iterable[Ticket], patience: float = PATIENCE) -> None:
     """Raises what ended one of the tickets: the condition would never come."""
-    deadline = time.monotonic() + PATIENCE
+    deadline = time.monotonic() + patience
     while not condition():
         for ticket in tickets:
             if ticket.finish_reason in ("error", "cancelled"):
                 raise ticket.error or RuntimeError("the engine has stopped")
         if time.monotonic() > deadline:
-            raise RuntimeError(f"{what} takes longer than {PATIENCE:.0f} s")
+            raise RuntimeError(f"{what} takes longer than {patience:.0f} s")
         time.sleep(0.002)
 
 
@@ -124,20 +131,27 @@ class Serve(ShapeBenchmark):
         "method | rows:d | tokens/s=tokens_per_s:,.0f | p50 ms=p50_ms:.1f | p99 ms=p99_ms:.1f | "
         "p99 beside a prompt=busy_p99_ms:.0f | first token s=ttft_s:.2f | beside others=busy_ttft_s:.2f | "
         "of a document=document_ttft_s:.2f | join ms=join_ms:.2f | MB a row=row_bytes/1e6:,.0f | "
-        "MB shared=document_bytes/1e6:,.0f | start s=start_s:.0f | all s=all_s:.0f"
+        "MB shared=document_bytes/1e6:,.0f | chats | first turn s=first_s:.2f | later turns s=later_s:.2f | "
+        "at most s=later_most_s:.2f | whole run s=chats_s:.1f | start s=start_s:.0f | all s=all_s:.0f"
     )
-    methods: str = option("full,snapkv:budget=2048", "text forms, comma-separated")
+    methods: str = option("full,snapkv:budget=2048", "methods, separated by commas")
     rows: int = option(64, "requests at a time, or as many of them as fit", least=2)
     steps: int = option(150, "steps of all rows that are timed", least=2)
     chunk: int = option(2048, "tokens of a prompt that are read between two steps", least=2)
     tail: int = option(0, "tokens that each request adds to one document that they share; 0: each has a copy", least=0)
 
+    turns: int = option(0, "turns behind the first of chats that go on; 0: steps are timed", least=0)
+    new: int = option(256, "new tokens of a later turn", least=1)
+    answer: int = option(64, "tokens of an answer of a chat", least=2)
+
     def check_options(self) -> None:
+        if self.turns and self.tail:
+            raise ValueError(f"--turns {self.turns}: chats share no document; leave out --tail {self.tail}")
         for method in self.texts:
-            if method_alone := parse_method(method).alone:
-                raise ValueError(f"--methods {method} cannot share tables: {method_alone}")
+            if (reason := parse_method(method).capabilities.batched.reason) is not None:
+                raise ValueError(f"--methods {method} cannot share tables: {reason}")
             parsed = parse_method(method)
-            if self.tail and not (parsed.ragged and parsed.continues):
+            if self.tail and not lies_once(parsed):
                 raise ValueError(f"--tail {self.tail}: rows of {method} copy their documents; use rehearse or expected")
 
     @functools.cached_property
@@ -153,10 +167,13 @@ class Serve(ShapeBenchmark):
         row: Fields = {"shape": self.model, "method": method, "prompt": self.prompt, "chunk": self.chunk, FAILED: None}
         row["layers"] = self.built.config.num_hidden_layers
         row |= {"tail": self.tail} if self.tail else {}
-        reason = alone(self.built, method) or check_tokens(self.checked, method)
+        reason = batched(self.built, method).reason or check_tokens(self.checked, method)
         reason = reason or (check_tokens(self.checked, method, shared=True) if self.tail else None)
         row["check_s"] = time.monotonic() - began
         try:
+            if self.turns and not reason:
+                yield from self._chats(parse_method(method), row)
+                return
             row |= {FAILED: reason} if reason else self._serve(parse_method(method))
         except runner.OutOfMemory:
             row[FAILED] = OUT_OF_MEMORY
@@ -215,6 +232,49 @@ class Serve(ShapeBenchmark):
             return result | timed | {"peak_bytes": self.on.peak}
         finally:
             engine.close(drain=False)
+
+    def _chats(self, method: Method, row: Fields) -> Iterator[Fields]:
+        """Chats in caches that are kept, and with transcripts that are read anew, turn by turn and as one prompt."""
+        row |= {"rows": self.rows, "turns": self.turns, "new": self.new, "answer": self.answer}
+        said = None
+        for name, kept in (("kept", float("inf")), ("turn by turn", 1.0), ("one prompt", 0.0)):
+            began = time.monotonic()
+            longest = self.prompt + self.turns * (self.new + self.answer) + self.answer + 8
+            engine = BatchedEngine(
+                self.built, method, rows=self.rows, longest=longest, queue=self.rows, chunk=self.chunk, chat_bytes=kept
+            )
+            try:
+                times, answers, seconds = self._talk(engine)
+                read = engine.state().prompt_tokens
+            finally:
+                engine.close(drain=False)
+            said = answers if said is None else said
+            later = [each for turn in times[1:] for each in turn]
+            yield row | {
+                "chats": name, "chats_s": seconds, "first_s": statistics.median(times[0]),
+                "later_s": statistics.median(later), "later_most_s": max(later),
+                "turns_s": [statistics.median(turn) for turn in times],
+                "read_tokens": read, "same": answers == said, "all_s": time.monotonic() - began,
+            }  # fmt: skip
+
+    def _talk(self, engine: BatchedEngine) -> tuple[list[list[float]], list[list[list[int]]], float]:
+        """All chats, turn by turn: seconds to the first tokens, answers, and seconds of the whole run."""
+        chats: list[tuple[int, ...]] = [() for _ in range(self.rows)]
+        ends: tuple[int, ...] = ()
+        times, answers, began = [], [], time.monotonic()
+        for turn in range(self.turns + 1):
+            new = self.new if turn else self.prompt
+            vocabulary = min(10000, self.built.config.vocab_size)
+            for number, ids in enumerate(chats):
+                drawn = make_prompt(new, self.on, 1000 * turn + number, vocabulary)
+                chats[number] = (*ids, *drawn[0].tolist())
+            ends = (*ends, len(chats[0]) - min(4, max(1, new - 1)))
+            tickets = [engine.submit(Request(ids, self.answer, turns=ends)) for ids in chats]
+            wait_for("a turn", lambda: all(each.done for each in tickets), tickets, TURN_PATIENCE)  # noqa: B023
+            times.append([_first(ticket) for ticket in tickets])
+            answers.append([ticket.tokens for ticket in tickets])
+            chats = [(*ids, *ticket.tokens) for ids, ticket in zip(chats, tickets, strict=True)]
+        return times, answers, time.monotonic() - began
 
     def _sizes(self, shared: SharedRows, document: CompressedCache) -> tuple[int, int]:
         """Bytes of the document in the tables, and of a row's own tail."""

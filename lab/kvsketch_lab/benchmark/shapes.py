@@ -145,9 +145,9 @@ def problem_of(cache: CompressedCache) -> str | None:
         budget = layer.method.budget_tokens(layer.table)
         bounded = layer.method.family in ("evict", "summarise") and not ragged
         if bounded and budget is not None and layer.table.stored() > budget:
-            return f"layer {layer.table.layer_idx} holds {layer.table.stored()} slots, its budget is {budget}"
+            return f"layer {layer.table.context.layer_idx} holds {layer.table.stored()} slots, its budget is {budget}"
         if not all(bool(t.isfinite().all()) for t in (layer.table.key_slots(), layer.table.value_slots())):
-            return f"layer {layer.table.layer_idx} holds numbers that are not finite"
+            return f"layer {layer.table.context.layer_idx} holds numbers that are not finite"
     return None
 
 
@@ -156,7 +156,7 @@ class ModelBenchmark(Benchmark, ABC):
     """A benchmark of methods on a whole model."""
 
     model: str = option("llama-3.1-8b", HELP)
-    methods: str = option("", "text forms, comma-separated")
+    methods: str = option("", "methods, separated by commas")
 
     @property
     def texts(self) -> list[str]:
@@ -208,7 +208,7 @@ class TextBenchmark(Benchmark, ABC):
     device: str = option("cuda" if torch.cuda.is_available() else "cpu", "cuda or cpu; a GPU where there is one")
     dtype: str = option("", "float32, bfloat16 or float16; the one that suits the device unless given")
     model: str = option("qwen2.5-coder-0.5b", "short name, folder, .gguf file or hub name")
-    methods: str = option("", "text forms, comma-separated")
+    methods: str = option("", "methods, separated by commas")
     text: str = option("", "a text file; the longest speech of kvsketch.texts unless given")
 
     @functools.cached_property

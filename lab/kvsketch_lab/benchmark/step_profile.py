@@ -44,10 +44,10 @@ def kernels_of(session: Session) -> list[Fields]:
 class StepProfile(ShapeBenchmark):
     name, kind = "step-profile", "step_profile"
     columns = "batch:d | method | ms per step=step_ms:.2f | kernels, µs=longest"
-    methods: str = option("full,snapkv:budget=2048", "text forms, comma-separated")
+    methods: str = option("full,snapkv:budget=2048", "methods, separated by commas")
     layers: int | None = option(8, "layers of the shape that are built", least=1)
     rows: int = option(16, "kernels shown; the record holds all", least=1)
-    batches: tuple[int, ...] = option("1,8", "batch sizes, comma-separated", least=1)
+    batches: tuple[int, ...] = option("1,8", "batch sizes, separated by commas", least=1)
 
     def shown(self, row: Fields, rows: list[Fields]) -> Fields:
         return {

@@ -142,12 +142,12 @@ class Stream(ModelBenchmark):
         "tenths=slowest_over_fastest_tenth:.2f | cache MB=cache_bytes/1e6:,.0f | full GB=full_bytes/1e9:.1f | "
         "peak GB=peak_bytes/1e9:.2f | peak ratio=peak_over_shortest:.3f | step ms=decode_ms:.1f"
     )
-    methods: str = option(METHODS, "text forms, comma-separated")
-    tokens: tuple[int, ...] = option("65536,1000000", "lengths of the prompts, comma-separated", least=10)
+    methods: str = option(METHODS, "methods, separated by commas")
+    tokens: tuple[int, ...] = option("65536,1000000", "lengths of the prompts, separated by commas", least=10)
     chunk: int = option(8192, "tokens read at once", least=1)
     steps: int = option(8, "tokens decoded afterwards", least=0)
     layers: int | None = option(None, "fewer layers than the shape has", least=1)
-    limit_seconds: float = option(540.0, "stop after so many seconds, and say so", least=0)
+    limit_seconds: float = option(540.0, "stop after this many seconds, with a message", least=0)
 
     def headline(self, rows: list[Fields]) -> str:
         return f"Streaming prefill in chunks of {self.chunk:,} tokens"

@@ -12,6 +12,23 @@ requests end. The weights are random: these are time and memory. With fewer step
 With `--question N` all requests share one document: vLLM's own caches with its prefix caching, a method with the
 documents of the plugin, of which it keeps `--kept` tokens; its own budget is for what a request says itself.
 
+With `--turns N` each of `--batches` chats says `prompt` tokens and N times `--new` more, and gets `--answer` tokens
+each time; a chat goes on as soon as it has its answer. Prefix caching is on for all: what is timed is whole
+conversations, and how long a later turn waits for its first token.
+
+With `--questions N` each of `--batches` texts of `prompt` tokens is read once, and then N questions about each, of
+`--new` tokens, are sent at once. vLLM's own caches and `full` find the text by prefix caching, a method by the
+documents of the plugin, of which it keeps `--kept` tokens. What is timed is reading the texts, and all answers.
+
+Prompts are read whole unless `--chunk` says how many tokens vLLM may read in a forward. The records of docs/vllm.md, on
+a machine with a GPU, all contenders in the same run:
+
+    M=bf16,fp8,full:bits=4,rehearse:budget=8192
+    kvsketch bench vllm --contenders $M --turns 3 --prompt 16384 --batches 16,128 --out results/vllm.jsonl
+    kvsketch bench vllm --contenders $M --turns 3 --prompt 16384 --batches 16,128 --chunk 8192 --out results/vllm.jsonl
+    kvsketch bench vllm --contenders $M --questions 16 --prompt 8192 --batches 3 --new 64 --out results/vllm.jsonl
+    kvsketch bench vllm --contenders $M --batches 1,16,64,96 --rehearsals --out results/vllm.jsonl
+
 First a small model answers requests of mixed lengths, long enough to be rehearsed: a method whose captured tokens are
 not those of the same engine without CUDA graphs has no speed. Needs vLLM (`pip install 'kvsketch[vllm]'`).
 """
@@ -44,21 +61,30 @@ class Vllm(Benchmark):
         "contender | batch:d | step ms=step_ms:.2f | p99 ms=p99_ms:.2f | tokens/s=tokens_per_s:,.0f | "
         "prefill of a row s=prefill_s:.2f | rows that fit=rows_that_fit:,.0f | start s=start_s:.0f | "
         "longest step ms=longest_ms:.1f | tokens/s with rehearsals=sustained_per_s:,.0f | "
-        "document s=document_s:.2f | GB of caches=cache_bytes/1e9:.2f"
+        "document s=document_s:.2f | GB of caches=cache_bytes/1e9:.2f | chats s=chats_s:.2f | "
+        "first turns s=first_turns_s:.2f | later turn begins s=later_s:.3f | at most s=latest_s:.3f | "
+        "tokens found=found:,.0f | texts s=texts_s:.2f | answers s=answers_s:.2f | first token s=first_s:.3f"
     )
-    contenders: str = option("bf16,fp8,snapkv:budget=2048", "caches of vLLM's own or methods, comma-separated")
+    contenders: str = option("bf16,fp8,snapkv:budget=2048", "caches of vLLM's own or methods, separated by commas")
     shape: str = option("llama-3.1-8b", "a shape with random weights", choices=sorted(SHAPES))
     layers: int = option(0, "the first layers alone; 0: all", least=0)
     prompt: int = option(32768, "tokens of a prompt", least=2)
-    batches: tuple[int, ...] = option("1,16,64", "requests at a time, or as many as fit, comma-separated", least=1)
+    batches: tuple[int, ...] = option("1,16,64", "requests at a time, or as many as fit, separated by commas", least=1)
     steps: int = option(96, "steps of all requests that are timed", least=2)
     share: float = option(0.9, "of the GPU's memory that vLLM may take (gpu_memory_utilization)", least=0.05, most=1)
-    rehearsals: bool = option(False, "go on until every row has been rehearsed, and report steps and tokens of that")
-    question: int = option(0, "tokens behind one document of `prompt` tokens that all share; 0: each reads its own")
+    rehearsals: bool = option(False, "continue until every request was compressed, and report that too")
+    question: int = option(0, "tokens after a shared document of `prompt` tokens; 0: each reads its own prompt")
     kept: int = option(0, "tokens of that document that methods keep; 0: half", least=0)
+    turns: int = option(0, "later turns of chats; 0: steps are timed", least=0)
+    questions: int = option(0, "questions about each of `batches` texts; 0: steps are timed", least=0)
+    chunk: int = option(0, "tokens that vLLM reads in a forward, with chunked prefill; 0: whole prompts", least=0)
+    new: int = option(512, "tokens of a later turn, or of a question", least=1)
+    answer: int = option(128, "tokens of each answer", least=1)
     check: bool = option(True, "compare captured tokens with those of eager steps first")
 
     def check_options(self) -> None:
+        if self.turns and self.questions:
+            raise ValueError("--turns and --questions are two runs; give one of them")
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed; pip install 'kvsketch[vllm]'")
         for each in self.texts:
@@ -77,6 +103,12 @@ class Vllm(Benchmark):
         if reason := self._wrong(contender):
             yield row | {FAILED: reason}
             return
+        if self.turns:
+            yield from self._chats(row)
+            return
+        if self.questions:
+            yield from self._asked(row)
+            return
         row |= {"question": self.question} if self.question else {}
         wait = _wait(contender) if self.rehearsals else 0
         new = len(self.batches) * (self.steps + wait + 16) + max(self.batches)
@@ -94,6 +126,30 @@ class Vllm(Benchmark):
             yield row | told | each
         if told.get(FAILED) or not times:
             yield row | told | {FAILED: told.get(FAILED) or "no step was timed"}
+
+    def _chats(self, row: Fields) -> Iterator[Fields]:
+        for chats in self.batches:
+            longest = self.prompt + self.turns * (self.new + self.answer) + self.answer + 64
+            job = Job(
+                contender=row["contender"], shape=self.shape, layers=self.layers, prompts=(self.prompt,), rows=chats,
+                chats=chats, longest=longest, share=self.share, device=self.device, seed=self.seed,
+                turns=self.turns, new=self.new, answer=self.answer, chunk=self.chunk,
+            )  # fmt: skip
+            said = {"chats": chats, "turns": self.turns, "new": self.new, "answer": self.answer}
+            said |= {"chunk": self.chunk} if self.chunk else {}
+            yield row | said | run(job)
+
+    def _asked(self, row: Fields) -> Iterator[Fields]:
+        for texts in self.batches:
+            job = Job(
+                contender=row["contender"], shape=self.shape, layers=self.layers, prompts=(self.prompt,),
+                rows=texts * self.questions, texts=texts, questions=self.questions, new=self.new, answer=self.answer,
+                longest=self.prompt + self.new + self.answer + 64, share=self.share, device=self.device,
+                seed=self.seed, kept=self.kept or self.prompt // 2, chunk=self.chunk,
+            )  # fmt: skip
+            said = {"texts": texts, "questions": self.questions, "new": self.new, "answer": self.answer}
+            said |= {"chunk": self.chunk} if self.chunk else {}
+            yield row | said | run(job)
 
     def _wrong(self, contender: str) -> str:
         """What is wrong with the tokens of captured steps."""

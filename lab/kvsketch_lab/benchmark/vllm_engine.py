@@ -66,6 +66,28 @@ class Job:
     wait: int = 0  # more steps, in which every row is rehearsed once
     question: int = 0  # tokens behind one document, the first prompt, that all requests share; 0: they share nothing
     kept: int = 0  # tokens of the document that a method keeps
+    chats: int = 0  # that go on, each with the first prompt, so many later turns, and new tokens and an answer in each
+    turns: int = 0
+    new: int = 0
+    answer: int = 0
+    texts: int = 0  # that so many questions are asked about, each of `new` tokens
+    questions: int = 0
+    chunk: int = 0  # tokens that are read in a forward; 0: whole prompts
+
+    @property
+    def times(self) -> bool:
+        """Whether it is timed: weights may be anything."""
+        return bool(self.batches or self.chats or self.questions)
+
+    @property
+    def reuses(self) -> bool:
+        """Whether what was read is found again."""
+        return bool(self.chats or ((self.question or self.questions) and keeps_all(self.contender)))
+
+    @property
+    def documents(self) -> int:
+        """That the plugin is to hold."""
+        return 0 if keeps_all(self.contender) else self.texts if self.questions else int(bool(self.question))
 
 
 class Engine:
@@ -81,8 +103,9 @@ class Engine:
             self._write_model(Path(folder))
             self.llm = LLM(
                 model=folder, skip_tokenizer_init=True, dtype="bfloat16", seed=job.seed, max_model_len=job.longest,
-                max_num_batched_tokens=job.longest + max(job.rows, *job.batches, 0), enable_chunked_prefill=False,
-                enable_prefix_caching=job.question > 0 and keeps_all(job.contender), **self._options(),
+                max_num_batched_tokens=job.chunk or job.longest + max(job.rows, *job.batches, 0),
+                enable_chunked_prefill=bool(job.chunk) or (bool(job.chats) and keeps_all(job.contender)),
+                enable_prefix_caching=job.reuses, **self._options(),
             )  # fmt: skip
         self.engine, self.document = self.llm.llm_engine, self.prompt(job.prompts[0]) if job.question else []
         self.start_s = time.perf_counter() - start
@@ -95,26 +118,26 @@ class Engine:
         shape = {**SHAPES[self.job.shape], **layers, "max_position_embeddings": 1 << 17}
         config = LlamaConfig(**shape, architectures=["LlamaForCausalLM"], dtype="bfloat16", initializer_range=0.3)
         config.save_pretrained(folder)
-        if not self.job.batches:
+        if not self.job.times:
             torch.manual_seed(self.job.seed)
             LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
 
     def _options(self) -> Fields:
         job = self.job
-        result: Fields = {"load_format": "dummy"} if job.batches else {}
+        result: Fields = {"load_format": "dummy"} if job.times else {}
         if job.rows:
             result["max_num_seqs"] = job.rows
         result["gpu_memory_utilization"] = job.share if job.device == "cuda" else CPU_SHARE
         if job.eager or job.device == "cpu":
             result["enforce_eager"] = True
-        elif not job.batches:
+        elif not job.times:
             # Layers as in an eager engine: what differs is that steps are captured.
             result["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if job.contender in OWN:
             return result | OWN[job.contender]
         result |= {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
-        if job.question and not keeps_all(job.contender):
-            extra = {"budget": job.kept, "count": 1}
+        if job.documents:
+            extra = {"budget": job.kept, "count": job.documents}
             result["kv_transfer_config"] = {
                 "kv_connector": CONNECTOR, "kv_role": "kv_both", "kv_connector_extra_config": extra,
             }  # fmt: skip
@@ -199,6 +222,76 @@ class Engine:
                 told["cache_bytes"] = self.cache_bytes(batch)
             yield self._timed(batch, made) | {"prefill_s": prefill} | told
 
+    def asked(self) -> Fields:
+        """Questions about texts that were read before, all at once."""
+        job = self.job
+        texts = [self.prompt(job.prompts[0]) for _ in range(job.texts)]
+        start = time.perf_counter()
+        for number, text in enumerate(texts):
+            given = {"kvsketch_store": f"text {number}"} if job.documents else {}
+            self.add(f"text {number}", text, 1, **given)
+        while self.engine.has_unfinished_requests():
+            self.step({})
+        read = time.perf_counter() - start
+        made: dict[str, list[int]] = {}
+        first: dict[str, float] = {}
+        found, start = 0, time.perf_counter()
+        for number, text in enumerate(texts):
+            for question in range(job.questions):
+                self.add(f"{number}-{question}", text + self.prompt(job.new), job.answer)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                new = [*output.outputs[0].token_ids]
+                made.setdefault(output.request_id, []).extend(new)
+                if new:
+                    first.setdefault(output.request_id, time.perf_counter() - start)
+                if output.finished:
+                    found += output.num_cached_tokens or 0
+        total = time.perf_counter() - start
+        return {
+            "texts_s": read, "answers_s": total, "first_s": sum(first.values()) / len(first),
+            "latest_s": max(first.values()), "found": found, "tokens_per_s": sum(map(len, made.values())) / total,
+        }  # fmt: skip
+
+    def conversations(self) -> Fields:
+        """Chats that go on as soon as they have an answer."""
+        job = self.job
+        made: dict[str, list[int]] = {}
+        texts = {chat: self.prompt(job.prompts[0]) for chat in range(job.chats)}
+        begun: dict[str, float] = {}
+        first: dict[str, float] = {}
+        turn, found = dict.fromkeys(texts, 0), 0
+        start = first_turns = time.perf_counter()
+
+        def say(chat: int) -> None:
+            name = f"{chat}-{turn[chat]}"
+            begun[name] = time.perf_counter()
+            self.add(name, [*texts[chat]], job.answer)
+
+        for chat in texts:
+            say(chat)
+        while self.engine.has_unfinished_requests():
+            for output in self.engine.step():
+                name, new = output.request_id, [*output.outputs[0].token_ids]
+                made.setdefault(name, []).extend(new)
+                if new:
+                    first.setdefault(name, time.perf_counter())
+                if output.finished:
+                    found += output.num_cached_tokens or 0
+                    chat = int(name.partition("-")[0])
+                    if turn[chat] == 0:
+                        first_turns = time.perf_counter()
+                    if turn[chat] < job.turns:
+                        turn[chat] += 1
+                        texts[chat] += made[name] + self.prompt(job.new)
+                        say(chat)
+        total = time.perf_counter() - start
+        later = [first[name] - begun[name] for name in first if not name.endswith("-0")]
+        return {
+            "chats_s": total, "first_turns_s": first_turns - start, "later_s": sum(later) / len(later),
+            "latest_s": max(later), "found": found, "tokens_per_s": sum(map(len, made.values())) / total,
+        }  # fmt: skip
+
     def _timed(self, batch: int, made: dict[str, list[int]]) -> Fields:
         for _ in range(WARM_UP_STEPS):
             self.step(made)
@@ -230,6 +323,9 @@ def work(job: Job) -> Fields:
         result |= {"vllm": vllm.__version__, "torch": torch.__version__}
         engine = Engine(job)
         result |= {"start_s": engine.start_s, "rows_that_fit": engine.rows_that_fit()}
+        if job.chats or job.questions:
+            result |= engine.conversations() if job.chats else engine.asked()
+            return result | ({"peak_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {})
         if not job.batches:
             return result | {"tokens": engine.answers()}
         result["batches"] = []

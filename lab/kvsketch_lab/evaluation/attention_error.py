@@ -62,7 +62,7 @@ class AttentionErrorOptions(LayerOptions):
     queries: int | None = option(None, "how many of the last tokens are queries; by the protocol unless given", least=1)
     layers: str = option(",".join(map(str, LAYERS)), "such as 0,7,14 or 2- or all")
     rates: tuple[int, ...] = option(
-        "", "one in so many middle tokens is read, comma-separated; instead of --budgets", least=1, none=True
+        "", "one in N middle tokens is read, separated by commas; instead of --budgets", least=1, none=True
     )
     texts: str = passages.texts_option(texts.LONGEST_SPEECH)
 
@@ -125,12 +125,13 @@ def rate_of(budget: str) -> int:
     """8 of 1/8."""
     share = Size.parse(budget, "--budgets").share
     if share is None or share.numerator != 1:
-        raise ValueError(f"--budgets {budget} is not possible here; use one in so many tokens, such as 1/8")
+        raise ValueError(f"--budgets {budget} is not possible here; use a share such as 1/8")
     return share.denominator
 
 
 def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[str, Any]:
     """The fields of a record for the outcomes of all layers."""
+    masses = [o["mass"] for o in outcomes.values() if o.get("mass") is not None]
     return {
         "family": "recall" if text == ORACLE else parse_method(text).family,
         "rate": rate,
@@ -138,6 +139,7 @@ def summary(text: str, rate: int, outcomes: dict[str, dict[str, Any]]) -> dict[s
         "tokens_read": round(sum(o["tokens_read"] for o in outcomes.values()) / len(outcomes)),
         "bytes": sum(o["bytes"] for o in outcomes.values()),
         "outcomes": outcomes,
+        **({"mass": sum(masses) / len(masses)} if masses else {}),
     }
 
 

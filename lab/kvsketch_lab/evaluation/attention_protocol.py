@@ -28,8 +28,9 @@ from kvsketch import ops
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import Method
+from kvsketch.slots.context import LayerContext
 from kvsketch.slots.positions import CACHE
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.table import SlotTable
 
 ORACLE = "oracle"
 
@@ -73,6 +74,7 @@ class Outcome(NamedTuple):
     error: float
     tokens_read: float
     bytes: int  # of all tensors the table of the layer holds
+    mass: float | None = None  # the weights of its tokens in the denominator over the tokens seen; None: all weigh 1
 
 
 @dataclass(frozen=True)
@@ -85,9 +87,14 @@ class Recorder(Method):
     captured: dict[int, Captured] = field(default_factory=dict, compare=False)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        if table.layer_idx in self.layers:
-            self.captured[table.layer_idx] = Captured(
-                queries.clone(), table.key_slots(), table.value_slots(), table.scale, table.layer_idx, table.num_layers
+        if table.context.layer_idx in self.layers:
+            self.captured[table.context.layer_idx] = Captured(
+                queries.clone(),
+                table.key_slots(),
+                table.value_slots(),
+                table.forward.scale,
+                table.context.layer_idx,
+                table.context.num_layers,
             )
 
 
@@ -96,9 +103,9 @@ def capture(model: Any, ids: Tensor, layers: Iterable[int]) -> dict[int, Capture
     """Queries, keys and values of `layers` after one forward over `ids` [1, n]."""
     recorder = Recorder(layers=tuple(layers))
     cache = CompressedCache(model, recorder)
-    absent = set(recorder.layers) - {layer.table.layer_idx for layer in cache.slot_layers}
+    absent = set(recorder.layers) - {layer.table.context.layer_idx for layer in cache.slot_layers}
     if absent:
-        have = ", ".join(str(layer.table.layer_idx) for layer in cache.slot_layers)
+        have = ", ".join(str(layer.table.context.layer_idx) for layer in cache.slot_layers)
         raise ValueError(f"layers {sorted(absent)} cannot be compressed; the model's full-attention layers are {have}")
     model(ids, past_key_values=cache, logits_to_keep=1)
     return recorder.captured
@@ -137,7 +144,13 @@ def measure(text: str, rate: int, layer: Captured, queries: int, protocol: Proto
     else:
         feed(method, table, layer, 0, context)
         out = from_slots(method, table, asked, seen if protocol.causal else None)
-    return Outcome(relative_error(out, exact), _tokens_read(method, table, asked), _bytes(table.tensors()))
+    read, held = _tokens_read(method, table, asked), _bytes(table.tensors())
+    return Outcome(relative_error(out, exact), read, held, _mass(table))
+
+
+def _mass(table: SlotTable) -> float | None:
+    weights = table.log_weights()[1]
+    return None if weights is None else float((weights.double().exp().sum(-1) / table.seen).mean())
 
 
 def relative_error(out: Tensor, exact: Tensor) -> float:
@@ -158,8 +171,8 @@ def _visible(index: Tensor, seen: int, queries: int) -> Tensor:
 
 def new_table(layer: Captured, seed: int, angles: tuple[float, ...] = ()) -> SlotTable:
     """An empty table of the layer; `angles` of the model's rotary embedding, for methods that rotate queries."""
-    table = ExactTable(layer.layer, layer.num_layers, seed, rotary=angles)
-    table.note(scale=layer.scale)
+    table = SlotTable(LayerContext(layer.layer, layer.num_layers, seed, rotary=angles))
+    table.forward.scale = layer.scale
     return table
 
 
@@ -207,7 +220,7 @@ def from_slots(method: Method, table: SlotTable, queries: Tensor, seen: int | No
     visible = None if seen is None else _visible(table.index_slots(), seen, queries.shape[2])
     keys, values = table.key_slots(), table.value_slots()
     return ops.weighted_attention(
-        queries, keys, values, *table.log_weights(), table.scale, bias=visible, clip=method.clip
+        queries, keys, values, *table.log_weights(), table.forward.scale, bias=visible, clip=method.clip
     )
 
 

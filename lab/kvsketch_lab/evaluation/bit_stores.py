@@ -193,7 +193,7 @@ def store(text: str, config: Any) -> Store:
     }  # fmt: skip
     if name not in kinds or (name == "fp8" and text != "fp8"):
         forms = "full:bits=4, codec:bits=4:center=no, quanto:bits=4, hqq:bits=4, fp8 or another method of kvsketch"
-        raise ValueError(f"--methods {text} is no way to keep a text in few bits; use {forms}")
+        raise ValueError(f"--methods {text} is no quantised cache; use {forms}")
     return kinds[name](text, config)
 
 

@@ -57,8 +57,8 @@ class BitsOptions(ExperimentOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
     methods: str = methods_option(",".join(STORES))
     texts: str = passages.texts_option("4")
-    tokens: int = option(4096, "tokens that are held in few bits", least=128)
-    steps: int = option(256, "tokens behind them that read these", least=2)
+    tokens: int = option(4096, "tokens that are quantised", least=128)
+    steps: int = option(256, "following tokens, which read these", least=2)
 
 
 class Bits(Experiment):

@@ -61,7 +61,7 @@ def outcome(weights: Tensor, important: int) -> dict[str, Any]:
 
 @dataclass
 class ConcentrationOptions(LayerOptions):
-    steps: int = option(64, "tokens behind them whose queries read", least=2)
+    steps: int = option(64, "following tokens, whose queries read", least=2)
     important: int = option(256, "tokens with most attention that count as important", least=1)
 
 

@@ -51,7 +51,7 @@ def json_lines(path: Path, advice: str) -> list[dict[str, Any]]:
     """The objects of a file, one in each line."""
     if not path.is_file():
         raise ValueError(f"--data {path.parent} has no {path.name}; {advice}")
-    return [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    return [json.loads(line) for line in path.read_text(encoding="utf-8").split("\n") if line.strip()]
 
 
 @dataclass
@@ -123,7 +123,7 @@ class DocumentExperiment(QuestionExperiment):
 
 @dataclass
 class TaskOptions(DocumentOptions):
-    tasks: tuple[str, ...] = option("", "tasks, comma-separated")
+    tasks: tuple[str, ...] = option("", "tasks, separated by commas")
 
 
 class TaskExperiment(DocumentExperiment):

@@ -65,11 +65,11 @@ def model_option(default: str) -> Any:
 
 
 def methods_option(default: str) -> Any:
-    return option(default, "text forms, comma-separated; all: every method")
+    return option(default, "methods, separated by commas; all: every method")
 
 
 def budgets_option(default: str) -> Any:
-    return option(default, "tokens or shares of the prompt, comma-separated")
+    return option(default, "tokens or shares of the prompt, separated by commas")
 
 
 @dataclass
@@ -80,15 +80,19 @@ class ExperimentOptions(Options):
     methods: str = methods_option("all")
     budgets: str = budgets_option("1/16,1/8,1/4,1/2")
     budgets_in: str = option("tokens", "what is equal across methods", choices=UNITS)
-    bytes: str | None = option(None, "shares of the full cache's bytes, by commas: --budgets-in bytes --budgets")
+    bytes: str | None = option(
+        None, "shares of the full cache's bytes, separated by commas: --budgets-in bytes --budgets"
+    )
     seeds: str = option("0", "such as 0,1,2 or 0-9")
     out: str = option("build/eval", "folder of the records, one file for each experiment")
     device: str | None = option(None, "cpu or cuda; a GPU where there is one")
     dtype: str | None = option(None, "bfloat16 on a GPU unless given", choices=("float32", "bfloat16", "float16"))
     retry_failed: bool = option(False, "measure again what failed before")
     again: bool = option(False, "measure again what another commit measured; replaces it in reports")
-    limit: int | None = option(None, "only the first so many samples of each setting, for a quick look", least=1)
-    ray: str | None = option(None, "spread the work over a Ray cluster at ADDRESS; without one: here", alone="local")
+    limit: int | None = option(None, "only the first N samples of each setting, for a quick look", least=1)
+    ray: str | None = option(
+        None, "distribute the work over the Ray cluster at ADDRESS; no address: this machine", alone="local"
+    )
     ray_workers: int | None = option(None, "processes that measure; one for each GPU, else for each machine", least=1)
 
     def __post_init__(self) -> None:
@@ -96,7 +100,7 @@ class ExperimentOptions(Options):
         if self.bytes is not None:
             default = next(field.default for field in dataclasses.fields(self) if field.name == "budgets")
             if self.budgets not in (default, self.bytes):
-                raise ValueError(f"--bytes {self.bytes} and --budgets {self.budgets} both say how much; leave one out")
+                raise ValueError(f"--bytes {self.bytes} and --budgets {self.budgets} both set the size; leave one out")
             for share in self.bytes.split(","):
                 if Size.parse(share, "--bytes").share is None:
                     raise ValueError(f"--bytes {share} is no share of the full cache's bytes; use such as 1/4,1/8")

@@ -43,7 +43,7 @@ def _letters(answer: str) -> str:
 
 @dataclass
 class LevalOptions(TaskOptions):
-    tasks: tuple[str, ...] = option(",".join(TASKS), "tasks, comma-separated", choices=tuple(TASKS))
+    tasks: tuple[str, ...] = option(",".join(TASKS), "tasks, separated by commas", choices=tuple(TASKS))
 
 
 class Leval(TaskExperiment):

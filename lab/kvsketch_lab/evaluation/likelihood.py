@@ -52,7 +52,7 @@ def read_meetings(folder: str) -> list[Document]:
 
 @dataclass
 class LikelihoodOptions(TaskOptions):
-    tasks: tuple[str, ...] = option(",".join(TASKS), "tasks, comma-separated", choices=TASKS)
+    tasks: tuple[str, ...] = option(",".join(TASKS), "tasks, separated by commas", choices=TASKS)
     max_new_tokens: int = option(256, "tokens of a reference, its first ones", least=1)
 
 

@@ -31,7 +31,7 @@ OPENING = "The <REGISTER_CONTENT> in line {name} is <"
 @dataclass
 class LinesOptions(QuestionOptions):
     lines: tuple[int, ...] = option(
-        "200,300,400,600", "lines of a record, by commas", least=1, most=line_records.MOST_LINES
+        "200,300,400,600", "lines of a record, separated by commas", least=1, most=line_records.MOST_LINES
     )
     texts: int = option(5, "texts for each number of lines and seed", least=1)
     questions: int = option(20, "questions about each text, at most one for each line", least=1)

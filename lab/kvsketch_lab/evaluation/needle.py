@@ -37,7 +37,7 @@ QUESTION_TOKENS = 64  # of the question and of the chat template around it, at m
 @dataclass
 class NeedleOptions(QuestionOptions):
     max_new_tokens: int = option(24, "tokens of an answer", least=1)
-    lengths: tuple[int, ...] = option("1000,2000,4000,8000", "tokens of the prompt, by commas", least=1)
+    lengths: tuple[int, ...] = option("1000,2000,4000,8000", "tokens of the prompt, separated by commas", least=1)
     depths: tuple[float, ...] = option("0,0.25,0.5,0.75,1", "0: start of the text, 1: its end", least=0, most=1)
     repeats: int = option(5, "texts and passkeys for each length, depth and seed", least=1)
     needles: int = option(1, "numbers hidden in a text, the passkey included", least=1, most=len(DECOYS) + 1)

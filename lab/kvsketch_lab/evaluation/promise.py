@@ -1,77 +1,80 @@
-"""Whether a promise of the loss holds: on passages that were not tried, and for answers about lines.
+"""Whether a promise of the loss holds: on passages that were not tried, and for answers to questions.
 
-    kvsketch eval promise --model qwen2.5-coder-1.5b --texts held-out:50 --tokens 2048 --methods rehearse:loss=2%
+    kvsketch eval promise --model qwen2.5-coder-1.5b --kinds lines,keys,code --texts 5 --tokens 2048 --seeds 100
 
-A text is a speech, or so many lines as in LongEval (`--lines`). A method with a promise reads it and chooses its budget
-by chunks that the model repeats. Then other passages of the text are repeated, between these chunks, and, of lines, the
-numbers of some lines are asked for.
+A text is of one of seven kinds (`text_kinds`), with as many facts as fill `--tokens`. A method with a promise reads it
+and chooses its budget (`cache.promise`). Then passages that lie anywhere in the text are repeated, and some of its
+facts are asked for.
 
     bytes       share of a full cache; chosen: the method that was kept
-    tried       loss of the chunks that decided, in nats by token, with the cache that was kept
-    loss        loss of the other passages
-    kept        1 where that is within the promise
-    answers     loss of the answers' tokens, of lines
+    tried       loss of the passages that checked the cache that was kept, in nats by token
+    loss        loss of other passages; worst: of the worst of them
+    kept        1 where the loss is within the promise
+    answers     loss of the answers' tokens
     right       share of answers whose every token is the argmax; full_right: with the full cache
 """
 
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.promise import LENGTH, chunks, likelihoods
+from kvsketch.cache.probes import Probes
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import chat_frame, document_ids, repeat_instruction
-from kvsketch.models import texts
-from kvsketch_lab.evaluation import line_records, passages
+from kvsketch_lab.evaluation import haystack, text_kinds
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
-from kvsketch_lab.evaluation.lines import OPENING
 from kvsketch_lab.options import option
 
 Data = dict[str, Any]
+MOST_FACTS = 2000
 
 
 @dataclass
 class PromiseOptions(ExperimentOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
-    methods: str = methods_option("rehearse:loss=2%,rehearse:loss=10%")
-    texts: str = passages.texts_option("held-out:4")
-    tokens: int = option(2048, "tokens of a speech that are read", least=256)
-    lines: int = option(0, "read texts of so many lines instead of speeches; 0: speeches", least=0)
-    questions: int = option(8, "lines of each text that are asked for", least=1)
+    methods: str = methods_option("rehearse:loss=5%")
+    kinds: tuple[str, ...] = option("all", "kinds of texts, comma-separated", choices=("all", *text_kinds.KINDS))
+    texts: int = option(4, "texts of each kind and seed", least=1)
+    tokens: int = option(2048, "tokens of a text", least=256)
+    questions: int = option(8, "facts of each text that are asked for", least=1)
 
 
 class Promises(Experiment):
-    name, metric, rows = "promise", "kept", ("method",)
+    name, metric, rows, by = "promise", "kept", ("method",), "text_kind"
     columns = "bytes:.1%" + "".join(f" | {each}:.4f" for each in ("tried", "loss", "answers", "right", "full_right"))
     options: PromiseOptions
 
     @property
-    def samples(self) -> list[str]:
-        if self.options.lines:
-            count = int(self.options.texts.removeprefix(passages.HELD_OUT))
-            return [f"lines={self.options.lines} text={number}" for number in range(count)]
-        return passages.names(self.options.texts)
+    def kinds(self) -> list[str]:
+        wanted = self.options.kinds
+        return [*text_kinds.KINDS] if "all" in wanted else [*wanted]
 
     def cells(self) -> list[Cell]:
-        setting = (*self.setting, ("tokens", 0 if self.options.lines else self.options.tokens))
         methods = [each.strip() for each in self.options.methods.split(",")]
         return [
-            Cell(method, "", sample, seed, setting)
+            Cell(
+                method,
+                "",
+                f"text={number}",
+                seed,
+                (*self.setting, ("text_kind", kind), ("tokens", self.options.tokens)),
+            )
             for seed in self.seeds
-            for sample in self.samples
+            for kind in self.kinds
+            for number in range(self.options.texts)
             for method in methods
         ]
 
     def alike(self, cell: Cell) -> Hashable:
-        return cell.sample, cell.seed
+        return cell.sample, cell.seed, dict(cell.setting)["text_kind"]
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, Data]]:
         text = Text(self, cells[0])
@@ -82,32 +85,31 @@ class Text:
     """One text, what the full cache says of it, and questions."""
 
     def __init__(self, of: Promises, cell: Cell) -> None:
-        self.model, tokenizer, options = of.model, of.tokenizer, of.options
-        self.said = repeat_instruction(tokenizer).to(self.model.device)
-        self.questions: list[tuple[Tensor, Tensor]] = []
-        if options.lines:
-            number = int(cell.sample.rpartition("=")[2])
-            records = [
-                line_records.generate(options.lines, cell.seed, number, each) for each in range(options.questions)
-            ]
-            self.ids = document_ids(tokenizer, records[0].text).to(self.model.device)
-            self.questions = [self._question(tokenizer, record) for record in records]
-        else:
-            self.ids = document_ids(tokenizer, texts.document(cell.sample))[:, : options.tokens].to(self.model.device)
-        tried = chunks(self.ids.shape[1])
-        # Passages of the same length in the middle between two chunks that decide.
-        self.spans = [
-            ((a + b) // 2, (a + b) // 2 + LENGTH)
-            for (a, _), (b, _) in itertools.pairwise(tried) if b - a >= 2 * LENGTH
-        ] or tried  # fmt: skip
-        self.full, self.full_answers = self._told(self._read("full"))
+        self.model, self.tokenizer, options = of.model, of.tokenizer, of.options
+        kind, number = dict(cell.setting)["text_kind"], int(cell.sample.rpartition("=")[2])
 
-    def _question(self, tokenizer: Any, record: Any) -> tuple[Tensor, Tensor]:
-        asked = record.question + chat_frame(tokenizer).after + OPENING.format(name=record.name)
-        return tuple(  # type: ignore[return-value]
-            torch.tensor([tokenizer(part, add_special_tokens=False)["input_ids"]], device=self.model.device)
-            for part in (asked, str(record.expected))
-        )
+        def made(facts: int) -> text_kinds.Text:
+            return text_kinds.make(kind, cell.seed, number, facts)
+
+        def tokens(facts: int) -> int:
+            return document_ids(self.tokenizer, made(facts).text).shape[1]
+
+        facts = haystack.most_that_fit(MOST_FACTS, tokens, options.tokens)
+        if not facts:
+            raise ValueError(f"--tokens {options.tokens} has no room for a fact of {kind}; use more tokens")
+        text = made(facts)
+        self.ids = document_ids(self.tokenizer, text.text).to(self.model.device)
+        self.said = repeat_instruction(self.tokenizer).to(self.model.device)
+        self.asks = text.asks[: options.questions]
+        self.probes = Probes.drawn(self.ids, [], f"{cell.seed} report")
+
+    @cached_property
+    def full(self) -> tuple[Tensor, Tensor]:
+        return self._told(self._read("full"))
+
+    def _tokens(self, text: str) -> Tensor:
+        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return torch.tensor([ids], device=self.model.device)
 
     def _read(self, method: str) -> CompressedCache:
         cache = CompressedCache(self.model, method)
@@ -117,12 +119,13 @@ class Text:
     @torch.no_grad()
     def _told(self, cache: CompressedCache) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of the passages [K], and of answers with whether they are right [questions, 2]."""
-        said = likelihoods(cache, self.model, self.ids, self.said, self.spans)[0]
-        answers = [self._answer(copy.deepcopy(cache), *each) for each in self.questions]
-        return said, torch.tensor(answers, dtype=torch.float64).view(-1, 2)
+        said = self.probes.ask(cache, self.model, self.ids, self.said).passages[0]
+        return said, torch.tensor([self._answer(copy.deepcopy(cache), ask) for ask in self.asks], dtype=torch.float64)
 
-    def _answer(self, cache: CompressedCache, asked: Tensor, answer: Tensor) -> tuple[float, float]:
-        tokens = torch.cat([asked, answer[:, :-1]], 1)
+    def _answer(self, cache: CompressedCache, ask: text_kinds.Ask) -> tuple[float, float]:
+        before = self._tokens(ask.question + chat_frame(self.tokenizer).after + ask.opening)
+        answer = self._tokens(ask.answer)
+        tokens = torch.cat([before, answer[:, :-1]], 1)
         logits = self.model(tokens, past_key_values=cache, use_cache=True).logits[:, -answer.shape[1] :].double()
         told = logits.log_softmax(-1).gather(2, answer.unsqueeze(-1))
         return float(told.mean()), float((logits.argmax(-1) == answer).all())
@@ -131,19 +134,15 @@ class Text:
         cache = self._read(method)
         promise = cache.promise
         assert promise is not None, f"{method} promises nothing; use rehearse:loss=2%"
-        rung = next(rung for rung in promise.curve if rung.method == promise.kept)
-        said, answers = self._told(cache)
-        lost = float((self.full - said).mean())
-        result: Data = {
+        rung = promise.checked or next(rung for rung in promise.curve if rung.method == promise.kept)
+        (said, answers), (full, full_answers) = self._told(cache), self.full
+        lost = full - said
+        return {
             "prompt_tokens": self.ids.shape[1], "promised": promise.loss, "chosen": promise.kept, "bytes": rung.bytes,
-            "tried": rung.loss, "loss": lost, "kept": float(lost <= promise.loss), "curve": promise.as_dict()["curve"],
-            "full_nll": -float(self.full.mean()),
+            "tried": rung.loss, "lookups_loss": rung.answers, "lookups": rung.asked,
+            "lookups_lost": rung.lost, "probed": promise.probed,
+            "loss": float(lost.mean()), "worst": float(lost.max()), "kept": float(lost.mean() <= promise.loss),
+            "curve": promise.as_dict()["curve"], "full_nll": -float(full.mean()),
+            "answers": float((full_answers - answers).mean(0)[0]), "right": float(answers.mean(0)[1]),
+            "full_right": float(full_answers.mean(0)[1]),
         }  # fmt: skip
-        if len(answers):
-            moved, right = (self.full_answers - answers).mean(0)[0], answers.mean(0)[1]
-            result |= {
-                "answers": float(moved),
-                "right": float(right),
-                "full_right": float(self.full_answers.mean(0)[1]),
-            }
-        return result

@@ -109,13 +109,13 @@ class RecallOptions(LayerOptions):
     steps: int = option(64, "tokens after it whose queries read the prompt", least=1)
     layers: str = option("2-", "such as 2,7,14 or 2- or all; the papers read layers 0 and 1 in full")
     clusters: tuple[int, ...] = option(
-        "", "ClusterKV in the paper's setting with so many clusters, comma-separated", least=1, none=True
+        "", "ClusterKV in the paper's setting with so many clusters, separated by commas", least=1, none=True
     )
     hot_budgets: tuple[str, ...] = option(
-        "1024", "budgets at which the hot set is run, comma-separated; empty: none", none=True
+        "1024", "budgets at which the hot set is run, separated by commas; empty: none", none=True
     )
     keep_steps: tuple[int, ...] = option(
-        "1,2", "the hot set holds what so many last steps read, comma-separated", least=1
+        "1,2", "the hot set holds what so many last steps read, separated by commas", least=1
     )
 
 

@@ -241,9 +241,9 @@ OF_A_FILE = ("qa_1", "qa_2")
 @dataclass
 class RulerOptions(QuestionOptions):
     tasks: tuple[str, ...] = option(
-        "all", "tasks, comma-separated; all: every one that has its data", choices=("all", *TASKS)
+        "all", "tasks, separated by commas; all: every one that has its data", choices=("all", *TASKS)
     )
-    lengths: tuple[int, ...] = option("4000,8000,16000", "tokens of the prompt, comma-separated", least=200)
+    lengths: tuple[int, ...] = option("4000,8000,16000", "tokens of the prompt, separated by commas", least=200)
     texts: int = option(10, "texts for each task, length and seed", least=1)
     questions: int = option(4, "questions about each text, where a task has several", least=1, most=MOST_ASKED)
     max_new_tokens: int = option(128, "tokens of an answer; RULER's own number where that is less", least=1)

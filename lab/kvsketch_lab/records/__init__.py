@@ -3,19 +3,24 @@
     stamp.py      a record: kind, command, commit, machine, versions, seed, time, data
     files.py      files of records: one reader, one writer
     identity.py   which records measure the same thing, and which of them counts
-    estimate.py   means and perplexities with their intervals, by a bootstrap over texts
+    held_out.py   what is kept out of all tuning
+    estimate.py   means, perplexities and differences of two methods with their intervals, by a bootstrap over texts
 
 This package does not depend on models, methods or pages; it imports torch only to describe the machine.
 """
 
 from kvsketch_lab.records.estimate import (
+    Difference,
     Estimate,
+    Result,
     interval_text,
     mean,
     mean_over_texts,
     nested_mean,
+    paired_difference,
     perplexity_deviation,
     text_of,
+    unpaired_difference,
 )
 from kvsketch_lab.records.files import FAILED, Record, Writer, append, read, read_folder, write_whole
 from kvsketch_lab.records.identity import budget_value, latest
@@ -23,8 +28,10 @@ from kvsketch_lab.records.stamp import command, commit, machine, make_record
 
 __all__ = [
     "FAILED",
+    "Difference",
     "Estimate",
     "Record",
+    "Result",
     "Writer",
     "append",
     "budget_value",
@@ -37,9 +44,11 @@ __all__ = [
     "mean",
     "mean_over_texts",
     "nested_mean",
+    "paired_difference",
     "perplexity_deviation",
     "read",
     "read_folder",
     "text_of",
+    "unpaired_difference",
     "write_whole",
 ]

@@ -5,6 +5,10 @@ the sum of the drawn results over their number: a text counts as often as it was
 no interval is drawn. Results that are all equal, such as ten right answers of ten, give an interval of width zero,
 because resampling can only repeat them.
 
+Two methods that were asked the same questions are compared question by question: a resample draws a text with the
+results of both, so that what makes a text hard for both cancels out (`paired_difference`). Of other questions there is
+the interval that follows from those of both (`unpaired_difference`), which is wider.
+
 The seed is fixed, and neither the order of the records nor the processor changes a number.
 """
 
@@ -33,6 +37,24 @@ class Estimate(NamedTuple):
     @property
     def excludes_zero(self) -> bool:
         return self.low is not None and self.high is not None and not self.low <= 0 <= self.high
+
+
+class Result(NamedTuple):
+    """What one question, or one run of tokens, gave: a sum of `value` over `weight` answers or tokens."""
+
+    question: Hashable
+    text: Hashable  # what the interval draws
+    value: float
+    weight: float = 1.0
+    place: Hashable = ""  # such as a task: the mean is that of the places
+
+
+class Difference(NamedTuple):
+    """What one method has more than another."""
+
+    estimate: Estimate
+    questions: int  # that both were asked; 0: the questions are others, and the interval is that of two samples
+    left_out: int = 0  # questions that only one was asked
 
 
 def mean(values: Sequence[float]) -> float:
@@ -74,6 +96,55 @@ def perplexity_deviation(data: Iterable[dict[str, Any]]) -> Estimate:
     sums = numpy.array([(full * tokens, nll * tokens, tokens) for full, nll, tokens in runs])
     value = _deviation(*(math.fsum(column) for column in sums.T))
     return _estimate(value, _deviation(*_resampled(sums, numpy.random.default_rng(0))), len(runs))
+
+
+def paired_difference(
+    ours: Sequence[Result], theirs: Sequence[Result], factor: float = 1.0, perplexity: bool = False
+) -> Difference | None:
+    """ours - factor * theirs over the questions of both, each the mean over places of means, or the exponential of a
+    mean loss. None where both were asked less than half of what one of them was.
+    """
+    asked = [{each.question for each in side} for side in (ours, theirs)]
+    shared = asked[0] & asked[1]
+    if not shared or 2 * len(shared) < max(map(len, asked)):
+        return None
+    sums: dict[Hashable, dict[Hashable, list[list[float]]]] = {}
+    for side, results in enumerate((ours, theirs)):
+        for each in results:
+            if each.question in shared:
+                columns = sums.setdefault(each.place, {}).setdefault(each.text, [[], [], [], []])
+                columns[2 * side].append(each.value)
+                columns[2 * side + 1].append(each.weight)
+    of = numpy.exp if perplexity else numpy.asarray
+    chance = numpy.random.default_rng(0)
+    value, drawn, weight = 0.0, numpy.zeros(RESAMPLES), 1 / len(sums)
+    for place in sorted(sums, key=repr):
+        rows = numpy.array(sorted([math.fsum(column) for column in columns] for columns in sums[place].values()))
+        one, count, other, others = (math.fsum(column) for column in rows.T)
+        value += weight * float(of(one / count) - factor * of(other / others))
+        one, count, other, others = _resampled(rows, chance)
+        drawn += weight * (of(one / count) - factor * of(other / others))
+    estimate = _estimate(value, drawn, sum(map(len, sums.values())))
+    return Difference(estimate, len(shared), len(asked[0] ^ asked[1]))
+
+
+def unpaired_difference(one: Estimate, other: Estimate, factor: float = 1.0) -> Difference:
+    """one - factor * other of two samples that have nothing in common, from their intervals (Zou and Donner 2008); a
+    value without an interval counts as exact.
+    """
+    a, b = _edges(one), [factor * edge for edge in _edges(other)]
+    middle = one.value - factor * other.value
+    if one.low is None and other.low is None:
+        return Difference(Estimate(middle, None, None), 0)
+    low = middle - math.hypot(one.value - a[0], b[1] - factor * other.value)
+    high = middle + math.hypot(a[1] - one.value, factor * other.value - b[0])
+    return Difference(Estimate(middle, low, high), 0)
+
+
+def _edges(estimate: Estimate) -> tuple[float, float]:
+    if estimate.low is None or estimate.high is None:
+        return estimate.value, estimate.value
+    return estimate.low, estimate.high
 
 
 def _deviation(full: Any, nll: Any, tokens: Any) -> Any:

@@ -9,13 +9,14 @@ from typing import Any
 from kvsketch_lab.lists import grouped
 from kvsketch_lab.records import FAILED, Record, latest, mean
 from kvsketch_lab.report.blocks import Code, table
-from kvsketch_lab.report.canvas import GRID, WIDEST, legend, line_style, new_figure
+from kvsketch_lab.report.canvas import GRID, WIDEST, legend, new_figure
 from kvsketch_lab.report.kinds import Data, model_name
 from kvsketch_lab.report.palette import looks
 
 FULL = "full"
+STYLES = ("-", "--", ":", "-.")
 HEADS = (
-    "how the run is held", "right answers", "of the system prompt", "of files", "tokens read by a turn", "longest turn",
+    "cache", "right answers", "of the system prompt", "of files", "tokens read per turn", "longest turn",
     "MB at the end", "of the full cache", "runs",
 )  # fmt: skip
 
@@ -74,9 +75,9 @@ def picture(records: Sequence[Record]) -> Any | None:
     shown = looks(name.partition(" ")[0] for name in held)
     for number, (name, runs) in enumerate(held.items()):
         look = shown[name.partition(" ")[0]]
-        style = {"color": look.colour, "linestyle": line_style(look), "linewidth": 1.4, "alpha": 1 - 0.08 * number}
+        style = {"color": look.colour, "linestyle": STYLES[number % len(STYLES)], "linewidth": 1.6}
         for axes, curve in zip(panels, _curves(runs), strict=True):
-            axes.plot(range(1, len(curve) + 1), curve, label=name, **style)
+            axes.plot(range(1, len(curve) + 1), curve, label=_label(name), **style)
     for axes, title in zip(panels, ("cache, MB", "tokens read so far, thousands", "right answers so far"), strict=True):
         axes.set_title(title, loc="left", fontsize=10)
         axes.set_xlabel("turn")
@@ -84,6 +85,15 @@ def picture(records: Sequence[Record]) -> Any | None:
         axes.grid(True, **GRID)
     legend(figure, panels)
     return figure
+
+
+def _label(name: str) -> str:
+    """What a curve is called in the picture."""
+    method, _, share = name.partition(" ")
+    if share:
+        return f"{method.partition(':')[0]}, {share.replace('tool=', 'tool results at ')}"
+    kind, _, limit = method.partition(":at=")
+    return {FULL: "full cache"}.get(method, f"{kind} above {int(limit):,} tokens" if limit else method)
 
 
 def _curves(runs: Sequence[Data]) -> tuple[list[float], list[float], list[float]]:

@@ -42,8 +42,8 @@ def _decode(data: list[Data]) -> Any:
         batches, times = [d["batch"] for d in line], [d["step_ms"] for d in line]
         left.plot(batches, times, label=method, linewidth=2.2 if method == FULL else 1.3, **style)
         right.plot(batches, [1e3 * b / t for b, t in zip(batches, times, strict=True)], label=method, **style)
-    _floor(left, methods.get(FULL, []), "floor of the full cache", -1, (-12, -2), "right")
-    _floor(left, _smallest_cache(methods), "floor of the smallest cache", 0, (6, -14), "left")
+    _floor(left, methods.get(FULL, []), "lower bound, full cache", -1, (-12, -2), "right")
+    _floor(left, _smallest_cache(methods), "lower bound, smallest cache", 0, (6, -14), "left")
     every = sorted({d["batch"] for line in methods.values() for d in line})
     for axes, label in ((left, "ms per step"), (right, "tokens per second")):
         _dress(axes, every, label)
@@ -86,7 +86,13 @@ def _kernels(data: list[Data]) -> Any:
     for place, contender in enumerate(("unweighted", "separate weights", *RIVALS)):
         times = [by[contender]["median_us"] if contender in by else float("nan") for by in complete.values()]
         at = [number + (place - 1.5) * 0.2 for number in range(len(names))]
-        left.bar(at, times, 0.19, label=contender, color=(*COLOURS, "#9aa5ad", "#c9d1d6")[place])
+        left.bar(
+            at,
+            times,
+            0.19,
+            label=contender if contender in RIVALS else f"kvsketch, {contender}",
+            color=(*COLOURS, "#9aa5ad", "#c9d1d6")[place],
+        )
     left.set(yscale="log", ylabel="µs, one layer", xlabel="batch x slots")
     left.legend(frameon=False, fontsize=9)
     left.set_title("Decode attention", loc="left", fontsize=11)

@@ -11,7 +11,7 @@ from kvsketch_lab.report.blocks import Code, table
 from kvsketch_lab.report.kinds import Data, model_name
 
 HEADS = (
-    "how the transcript is held", "right calls", "right names", "right calls of changed", "tokens read for a question",
+    "cache", "right calls", "right names", "right calls of changed", "tokens read per question",
     "most", "MB at the end", "of the full cache",
 )  # fmt: skip
 

@@ -13,11 +13,11 @@ from kvsketch_lab.report.kinds import model_name
 Means = Mapping[str, Mapping[str, float]]  # store -> what was measured -> its mean over texts
 CODED = (8, 4, 3, 2)
 WITHOUT = {
-    "as it is": "full:bits={}",
+    "complete": "full:bits={}",
     "no center": "codec:bits={}:center=no",
     "no rotation": "codec:bits={}:rotation=no",
     "neither": "codec:bits={}:center=no:rotation=no",
-    "first tokens coded": "codec:bits={}:exact=no",
+    "first tokens quantised": "codec:bits={}:exact=no",
 }
 BESIDE = (
     "full", "full:bits=8", "fp8", "full:bits=auto", "full:bits=4", "quanto:bits=4", "hqq:bits=4", "full:bits=3",
@@ -43,9 +43,9 @@ def _of_model(name: str, data: Sequence[dict[str, Any]]) -> str:
         f"{'One text' if texts == 1 else f'Means over {texts} texts'} of {tokens:,} tokens{full}.",
         "Keys and values, keys alone, values alone:",
         _by_bits(means),
-        "Divergence on the passage that comes again (attention error in brackets), without parts of the codec:",
+        "KL on the repeated passage (attention error in brackets), without parts of the quantiser:",
         _by_parts(means),
-        "Beside what transformers and torch offer:",
+        "Compared with transformers and torch:",
         _beside(means),
     ]  # fmt: skip
     return "\n\n".join(part for part in parts if part)
@@ -60,7 +60,7 @@ def chosen(data: Sequence[Mapping[str, Any]]) -> str:
         for store, held in means.items():
             share = f"{held['device_bytes'] / held['full_bytes']:.1%}"
             rows.append([name, texts, blocks.Code(store), *_divergences(means, store), share])
-    head = ["model", "held-out texts", "store", "KL", "KL, passage again", "-log p, passage again", "bytes"]
+    head = ["model", "held-out texts", "cache", "KL", "KL, repeated passage", "-log p, repeated passage", "bytes"]
     return blocks.table(head, rows) if rows else ""
 
 
@@ -93,7 +93,7 @@ def _by_bits(means: Means) -> str:
             for what, form in (("error", ".3f"), ("kl", ".4f"), ("again_kl", ".4f"))
         ]
         rows.append([str(bits), *cells])
-    return _table(["bits", "attention error", "KL", "KL, passage again"], rows)
+    return _table(["bits", "attention error", "KL", "KL, repeated passage"], rows)
 
 
 def _by_parts(means: Means) -> str:
@@ -121,7 +121,7 @@ def _beside(means: Means) -> str:
                 _told(means, store, "captured_ms", ".2f"),
             ]
         )
-    head = ["store", "attention error", "KL", "KL, passage again", "-log p, passage again", "bytes"]
+    head = ["cache", "attention error", "KL", "KL, repeated passage", "-log p, repeated passage", "bytes"]
     return _table([*head, "eager step, ms", "captured step, ms"], rows)
 
 

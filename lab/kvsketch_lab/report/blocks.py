@@ -69,16 +69,7 @@ class Folded:
     body: Sequence[Block]
 
 
-@dataclass(frozen=True)
-class Shaded:
-    """A text whose tokens are shaded by a share, some of them marked; only in HTML."""
-
-    words: Sequence[str]
-    shares: Sequence[float]
-    marked: Sequence[int]
-
-
-Block = Heading | Words | Points | Picture | Table | Folded | Shaded
+Block = Heading | Words | Points | Picture | Table | Folded
 
 
 def markdown(blocks: Iterable[Block]) -> str:
@@ -101,8 +92,6 @@ def _markdown(block: Block) -> str:
         case Folded(title, body):
             inside = markdown(body)
             return f"<details><summary>{plain(title)}</summary>\n\n{inside}\n\n</details>" if inside else ""
-        case Shaded():
-            return ""
 
 
 def table(header: Iterable[str], rows: Iterable[Iterable[str]]) -> str:
@@ -144,14 +133,6 @@ def _html(block: Block, folder: Path) -> str:
             return _html_table(header, rows)
         case Folded(title, body):
             return f"<details><summary>{_inline(title)}</summary>\n{html(body, folder)}\n</details>"
-        case Shaded(words, shares, marked):
-            known = set(marked)
-            shown = [' class="marked"' if at in known else "" for at, _ in enumerate(words)]
-            tokens = (
-                f'<span{kind} style="--share:{share:.2f}">{escaping.escape(word)}</span>'
-                for kind, share, word in zip(shown, shares, words, strict=True)
-            )
-            return f'<p class="shaded">{"".join(tokens)}</p>'
 
 
 def _html_table(header: Sequence[str], rows: Sequence[Sequence[str]]) -> str:

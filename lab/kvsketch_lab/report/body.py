@@ -9,9 +9,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from kvsketch_lab.records import budget_value
-from kvsketch_lab.report.blocks import Block, Code, Folded, Heading, Picture, Points, Shaded, Table, Words
+from kvsketch_lab.report.blocks import Block, Code, Folded, Heading, Picture, Points, Table, Words
 from kvsketch_lab.report.contents import Contents, Section
-from kvsketch_lab.report.kinds import Data, Kind
+from kvsketch_lab.report.kinds import Kind
 from kvsketch_lab.report.palette import order
 from kvsketch_lab.report.rows import Row, is_overall, known_mean
 
@@ -38,7 +38,6 @@ def body(contents: Contents, figures: Sequence[str] = ()) -> list[Block]:
     if contents.clusters:
         pictures = _named(figures, "clusterability-")
         result += [Heading(2, "Do keys cluster, do values?"), *pictures, _cluster_table(contents)]
-    result += _lives(contents.documents)
     header = ("file", "command", "records", "seeds", "model", "machine", "commit", "versions", "dates")
     rows = [
         [Code(run[name]) if name == "command" else str(run[name]) for name in header] for run in contents.provenance
@@ -195,34 +194,3 @@ def _cluster_table(contents: Contents) -> Table:
             middle = f"{norm['mean']:.3f} [{norm['low']:.3f}, {norm['high']:.3f}]"
             rows.append([model["name"], str(layer["layer"]), middle, *("" if f is None else f"{f:.3f}" for f in falls)])
     return Table(header, rows)
-
-
-def _lives(documents: Sequence[Data]) -> list[Block]:
-    """How long each token stayed, as the mean over layers and heads, shown by shades of the text."""
-    if not documents:
-        return []
-    header = ("model and document", "method", "budget", "share", "of the steps it was", "the passkey's tokens")
-    rows, texts = [], list[Block]()
-    for document in documents:
-        for life in document["lives"]:
-            shares = life["views"][0]["shares"] if life["views"] else []
-            passkey = [shares[at] for at in document["marked"]] if shares else []
-            numbers = [f"{sum(s) / len(s):.2f}" if s else "" for s in (shares, passkey)]
-            rows.append(
-                [
-                    document["name"],
-                    Code(life["method"]),
-                    life["budget"] or "all",
-                    numbers[0],
-                    life["measures"],
-                    numbers[1],
-                ]
-            )
-            if shares:
-                title = f"{life['method']} {life['budget']}, {document['name']}"
-                texts.append(Folded(title, [Shaded(document["words"], shares, document["marked"])]))
-    words = Words(
-        "Share of the steps since its own for which a token was stored, or read by a query; means of all tokens."
-    )
-    shaded = [each for each in texts if isinstance(each, Folded)]
-    return [Heading(2, "The life of a token"), words, Table(header, rows), *shaded]

@@ -15,7 +15,7 @@ from kvsketch_lab.report.kinds import KINDS, Data, Kind
 from kvsketch_lab.report.palette import order
 from kvsketch_lab.report.rows import Observation, Row, aggregate, is_overall, together
 
-CLUSTERABILITY, TOKEN_LIFE = "clusterability", "token_life"
+CLUSTERABILITY = "clusterability"
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,6 @@ class Contents:
     needle: list[Data]
     positions: list[Data]
     clusters: list[Data]
-    documents: list[Data]
     provenance: list[Data]
     remarks: list[str]
     records: int
@@ -40,13 +39,12 @@ class Contents:
     @property
     def methods(self) -> list[str]:
         result = {row.method for section in self.sections for row in section.rows}
-        result |= {life["method"] for document in self.documents for life in document["lives"]}
         return sorted(result, key=order)
 
     @property
     def models(self) -> list[str]:
         """Those of which more was measured first."""
-        counts = {each["name"].partition(";")[0]: 0 for each in (*self.clusters, *self.documents)}
+        counts = {each["name"].partition(";")[0]: 0 for each in self.clusters}
         for row in (row for section in self.sections for row in section.rows):
             counts[row.model] = counts.get(row.model, 0) + row.count
         return sorted(counts, key=lambda model: (-counts[model], model))
@@ -70,7 +68,6 @@ def contents_of(records: Sequence[Record], remarks: list[str]) -> Contents:
         needle=pictures.needle_maps(each for each in of.get("needle", []) if not is_overall(each.setting)),
         positions=pictures.by_position(of.get("perplexity", []), estimates.get("perplexity")),
         clusters=pictures.clusters(_drawn(counted, CLUSTERABILITY), remarks),
-        documents=pictures.documents(_drawn(counted, TOKEN_LIFE), remarks),
         provenance=provenance(used),
         remarks=[*remarks, *_failed_pictures(counted), *_left_out(records)],
         records=len(used),
@@ -94,12 +91,12 @@ def _drawn(records: Iterable[Record], name: str) -> list[Record]:
 
 def is_shown(record: Record) -> bool:
     """Whether a report shows records of this kind."""
-    return record["kind"].replace("-", "_") in (CLUSTERABILITY, TOKEN_LIFE) or any(kind.owns(record) for kind in KINDS)
+    return record["kind"].replace("-", "_") == CLUSTERABILITY or any(kind.owns(record) for kind in KINDS)
 
 
 def _failed_pictures(records: Sequence[Record]) -> list[str]:
     """What failed of the experiments that have no rows to count it in."""
-    drawn = [record for name in (CLUSTERABILITY, TOKEN_LIFE) for record in _drawn(records, name)]
+    drawn = _drawn(records, CLUSTERABILITY)
     failed = {
         f"{record['file']}: {record['data'].get('method', '')} {record['data'].get('budget', '')} failed: "
         f"{record['data'][FAILED]}"

@@ -44,10 +44,10 @@ from kvsketch_lab.report import (
     figures,
     palette,
     papers,
+    ranking,
     recall,
     recommend,
     render,
-    shared_budget,
     streams,
     vllm,
 )
@@ -58,6 +58,8 @@ from kvsketch_lab.report.rows import Row, is_overall
 
 BLOCK = re.compile(r"(<!-- kvsketch report --docs: (\w+)(?: (\w+))? -->\n)(.*?)(<!-- end -->)", re.DOTALL)
 EQUAL_BYTES, ERRORS, KERNELS, DECODE = "equal_bytes", "errors", "attention_sizes", "decode"
+# Parameters that most methods have with the same meaning and default; one page explains them.
+COMMON = ("seed", "positions", "bits", "key_bits", "value_bits", "basis", "bytes")
 # Of benchmarks, what the last record of counts; elsewhere of each method.
 REPEATED = {
     DECODE: ("shape", "prompt", "method", "batch"),
@@ -272,7 +274,7 @@ class Numbers:
             lstrip_blocks=True,
         )
         tables = (
-            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, papers, recall, shared_budget, streams, vllm,
+            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, papers, ranking, recall, streams, vllm,
         )  # fmt: skip
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG, "sizes": self.sizes}
@@ -282,6 +284,14 @@ class Numbers:
     def options(self, method: str) -> Sequence[Mapping[str, Any]]:
         """The parameters of a method, as its class explains them."""
         return next(each["options"] for each in self.methods if each["name"] == method)
+
+    def common_options(self) -> list[Mapping[str, Any]]:
+        """The parameters that most methods have, as one of them explains them."""
+        return [option for option in self.options("snapkv") if option["name"] in COMMON]
+
+    def capabilities(self, method: str) -> Sequence[Mapping[str, Any]]:
+        """What a method can do, and why not the rest."""
+        return next(each["capabilities"] for each in self.methods if each["name"] == method)
 
     def method_link(self, name: str) -> str:
         """The name of a method, linked to its page where it has one."""
@@ -367,4 +377,4 @@ def times(values: Sequence[float], factor: float) -> list[float]:
     return [factor * value for value in values]
 
 
-FILTERS = {each.__name__: each for each in (number, average, deviation, span, interval, perplexity, times)}
+FILTERS = {each.__name__: each for each in (number, average, deviation, span, interval, perplexity, times, math.log)}

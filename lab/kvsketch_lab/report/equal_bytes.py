@@ -8,6 +8,7 @@ A number with less than a third of the full cache's questions, or without two of
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -40,6 +41,7 @@ ASIDE = ("replay=sampled", f"{MAPPED}:bits=3", f"{MAPPED}:value_bits=2")
 LOSSES = ("perplexity", "KL")  # tasks of which less is better
 SHORT_HEAD = "share of the full cache's bytes"
 SHORT = ("lines 400", "RULER 4,000")  # the tasks of README
+RULER_TASKS = 13  # in the paper; two need texts or a tokenizer that are not here
 SMALL = {"markersize": 4.5, "linewidth": 1.3, "zorder": 3}  # how a curve is drawn that is not ours
 DRAWN = ("lines 200", "lines 400", "RULER 4,000", "needle 4,000")
 
@@ -245,6 +247,33 @@ def short_table(measured: Sequence[Cell], model: str) -> str:
     return blocks.table([SHORT_HEAD, "all", *SHARES], [[blocks.Code(FULL), whole, *("" for _ in SHARES)], *rows])
 
 
+def in_short(measured: Sequence[Cell], model: str) -> dict[str, str]:
+    """Right answers of the full cache and of `rehearse` at an eighth, task by task."""
+    own = _short(measured, model)
+    columns = {FULL: "", OURS: "1/8"}
+    values = {
+        name: {cell.task: cell.value.value for cell in own if cell.method == name and (not at or cell.column == at)}
+        for name, at in columns.items()
+    }
+    return {
+        name: " / ".join(f"{found[task]:.2f}" for task in sorted(found, key=task_order))
+        for name, found in values.items()
+    }
+
+
+def asked(measured: Sequence[Cell], model: str) -> str:
+    """What README's right answers are of."""
+    full = {cell.task: cell for cell in _short(measured, model) if cell.method == FULL}
+    said = []
+    for task in sorted(full, key=task_order):
+        name, size, *_ = task.split()
+        what = f"about one of {size} {name} each"
+        if full[task].parts:
+            what = f"of {name} ({len(full[task].parts)} of its {RULER_TASKS} tasks, texts of {size} tokens)"
+        said.append(f"{full[task].questions} questions {what}")
+    return f"{' / '.join(said)}; {model}"
+
+
 def seed_table(measured: Sequence[Cell], model: str) -> str:
     """The same of the methods of the five papers; empty without records."""
     rows = _short_rows(_short(measured, model), short_tasks(measured, model), seeds=True)
@@ -382,7 +411,7 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
     shown = looks({cell.method for cell in own})
     for axes, task in zip(panels, tasks, strict=True):
         _panel(axes, [cell for cell in own if cell.task == task], shown)
-        axes.set_title(_title(task), loc="left", fontsize=10)
+        axes.set_title(re.sub(r"lines (.*)", r"line retrieval, \1 lines", _title(task)), loc="left", fontsize=10)
     legend(figure, panels)
     return figure
 
@@ -390,9 +419,9 @@ def picture(measured: Sequence[Cell], model: str) -> Any | None:
 def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
     from matplotlib.ticker import NullLocator
 
-    # Forms of the full cache in few bits are points of one curve.
-    few_bits = f"{FULL}, few bits"
-    curves = grouped(own, lambda cell: few_bits if cell.method.startswith(f"{FULL}:") else cell.method)
+    # Quantised full caches are points of one curve.
+    quantised = f"{FULL}, quantised"
+    curves = grouped(own, lambda cell: quantised if cell.method.startswith(f"{FULL}:") else cell.method)
     for name in sorted(curves, key=order):
         members = sorted(curves[name], key=lambda cell: cell.bytes)
         look = shown[members[0].method]
@@ -403,7 +432,7 @@ def _panel(axes: Any, own: Sequence[Cell], shown: dict[str, Any]) -> None:
         size = {"markersize": 9, "linewidth": 2.6, "zorder": 4} if _is_ours(name) else SMALL
         places = [cell.bytes for cell in members]
         curve(axes, places, [cell.value for cell in members], look, marker=look.marker, label=name, **size)
-    axes.set(xscale="log", xlabel="device bytes, share of the full cache's", ylabel="right answers", ylim=(-0.03, 1.03))
+    axes.set(xscale="log", xlabel="memory, share of the full cache", ylabel="right answers", ylim=(-0.03, 1.03))
     axes.set_xticks([1.0, *(budget_value(share) for share in SHARES)], ["1", *SHARES])
     axes.xaxis.set_minor_locator(NullLocator())
     as_shares(axes.yaxis)

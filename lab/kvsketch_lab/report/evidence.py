@@ -1,7 +1,7 @@
 """The tables of docs/evidence.md: real documents, conversations, long answers, turns, instructions, likelihoods.
 
 Every method holds the same share of the full cache's bytes, and the full cache stands above it; a method that was asked
-fewer questions has the full cache's answers to these beside its own. A column is not telling where the full cache is no
+fewer questions has the full cache's answers to these next to its own. A column is inconclusive if the full cache is no
 better than an answer that is always the same: its interval reaches down to the share of the commonest right answer.
 """
 
@@ -32,7 +32,6 @@ from kvsketch_lab.report.palette import order
 FULL = "full"
 DIVERGENCES = ["KL", "KL, 99.9th percentile"]
 PERMILLE = 0.001  # of the tokens, beyond the 99.9th percentile
-LEAST_COLUMNS, WHOLE = 3, 0.9  # columns of a method in the table of losses, and the share of their questions
 
 
 DOCUMENTS, CONVERSATION, TURNS = "Questions about documents", "Questions about a conversation", "Many turns"
@@ -94,30 +93,6 @@ def tables(records: Sequence[Record], model: str, part: str) -> str:
     return "\n\n".join(f"**{share} of the bytes**\n\n{_table(part, full, by[share])}" for share in by)
 
 
-def losses(records: Sequence[Record], model: str) -> str:
-    """A row for each share and method: what it loses against the full cache on the same questions.
-
-    Of all telling columns but likelihoods whose questions it was asked; LEAST_COLUMNS at least. Empty without any.
-    """
-    full, by = _by_share(records, model, [DOCUMENTS, CONVERSATION, TURNS, LONG_ANSWERS, INSTRUCTIONS, LONGER])
-    asked = {column: own for column, own in _by_column(full).items() if is_telling(cell(own))}
-    rows = []
-    for share, methods in by.items():
-        for method in sorted(methods, key=order):
-            own = _by_column(methods[method])
-            lost = {
-                column: cell(_same(asked[column], own[column])).value.value - cell(own[column]).value.value
-                for column in asked.keys() & own.keys()
-                if column != "all" and len(own[column]) >= WHOLE * len(asked[column])
-            }
-            if len(lost) >= LEAST_COLUMNS:
-                worst = max(sorted(lost), key=lambda column: lost[column])
-                numbers = [str(len(lost)), f"{mean(list(lost.values())):+.3f}", f"{lost[worst]:+.3f}", worst]
-                rows.append([share, blocks.Code(method), *numbers])
-    head = ["bytes", "method", "columns", "lost, mean", "lost, most", "where"]
-    return blocks.table(head, rows) if rows else ""
-
-
 def _by_share(
     records: Sequence[Record], model: str, parts: Sequence[str]
 ) -> tuple[list[Record], dict[str, dict[str, list[Record]]]]:
@@ -131,11 +106,11 @@ def _by_share(
 
 def _same(full: Sequence[Record], others: Sequence[Record]) -> list[Record]:
     """The full cache's answers to the questions of others."""
-    asked = {_question(record) for record in others}
-    return [record for record in full if _question(record) in asked]
+    asked = {question_of(record) for record in others}
+    return [record for record in full if question_of(record) in asked]
 
 
-def _question(record: Record) -> tuple[object, ...]:
+def question_of(record: Record) -> tuple[object, ...]:
     data = record["data"]
     return record["kind"], record["seed"], data["sample"], data.get("text_sha256"), data.get("turns")
 
@@ -193,7 +168,7 @@ def _title(column: str, full: Sequence[Record], part: str) -> str:
     if not full:
         return f"{column} (no full cache)"
     reference = cell(full)
-    flag = "" if part == LIKELIHOOD or is_telling(reference) else f"; not telling, chance {reference.chance:.2f}"
+    flag = "" if part == LIKELIHOOD or is_telling(reference) else f"; inconclusive, chance {reference.chance:.2f}"
     return f"{column} ({len(full)} questions{flag})"
 
 

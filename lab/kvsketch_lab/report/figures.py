@@ -69,7 +69,7 @@ def attention_errors(section: Section, model: str) -> Any:
     figure, panels = new_figure(WIDEST, 6.2, 1, 2)
     recall = [row for row in rows if shown[row.method].family in ("recall", "oracle")]
     defaults = [row for row in rows if ":" not in row.method]
-    parts = ((recall, "Recall methods"), (defaults, "All methods, by default"))
+    parts = ((recall, "Recall methods"), (defaults, "All methods, default settings"))
     for axes, (own, name) in zip(panels, parts, strict=True):
         _panel(axes, section.kind, own, shown)
         panel_title(axes, name)

@@ -6,7 +6,7 @@ from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from kvsketch_lab.records import Estimate, Record, nested_mean, perplexity_deviation, text_of
+from kvsketch_lab.records import Estimate, Record, Result, nested_mean, paired_difference, perplexity_deviation, text_of
 from kvsketch_lab.report.rows import MEMORY, Estimator, Observation, mean_of, values_of
 
 BIG = "qwen2.5-coder-1.5b (bfloat16)"  # the model that most was measured on
@@ -15,6 +15,17 @@ UNSEEN = "question unseen"
 Data = dict[str, Any]
 Observe = Callable[["Kind", Record], list[Observation]]
 Places = Callable[[Data], list[str]]
+Results = Callable[[Data, Hashable, float], list[Result]]
+
+
+def question_of(data: Data, text: Hashable) -> Hashable:
+    """What methods were asked the same of: the text, which of its questions, and where in a text losses begin."""
+    return text, data.get("sample"), data.get("text_sha256"), data.get("position") if data.get("protocol") else None
+
+
+def one_result(data: Data, text: Hashable, value: float) -> list[Result]:
+    """One answer; of tasks, which count alike, with its own."""
+    return [Result(question_of(data, text), text, value, place=str(data.get("task", "")))]
 
 
 @dataclass(frozen=True)
@@ -35,6 +46,8 @@ class Kind:
     observe: Observe | None = None  # the observations of a record that did not fail; None: `metric` at every place
     form: str = ".2f"  # how its values are written
     estimate: Estimator = mean_of
+    results: Results = one_result
+    perplexity: bool = False  # whether what methods differ by is that of the exponentials of mean losses
 
     def observations(self, record: Record) -> list[Observation]:
         """What the record measured: one value, several, or a failure."""
@@ -68,7 +81,7 @@ def observation(
     kind: Kind, record: Record, value: float | None, setting: str, part: Hashable = None, **memory: Any
 ) -> Observation:
     """An observation of the method, budget and memory that the record names, or of a `part` of it, such as a head."""
-    data = record["data"]
+    data, text = record["data"], (*text_of(record["data"], record["seed"]), part)
     return Observation(
         kind=kind.name,
         model=model_name(data),
@@ -77,7 +90,8 @@ def observation(
         method=str(data["method"]),
         budget=str(data.get("budget", "")),
         value=value,
-        text=(*text_of(data, record["seed"]), part),
+        text=text,
+        results=() if value is None else tuple(kind.results(data, text, value)),
         failed=str(data.get("failed") or ""),
         data=data,
         run=(str(record.get("time", "")), str(record.get("command") or "")),
@@ -174,6 +188,21 @@ def estimate_of(records: Sequence[Record]) -> Estimate:
     return kind.estimate([observation(kind, each, each["data"].get(kind.metric), "") for each in records])
 
 
+def difference_of(ours: Sequence[Record], theirs: Sequence[Record]) -> Estimate | None:
+    """What records of one experiment have more than others on the same questions, none of which failed; None where the
+    questions are others.
+    """
+    kind = next(kind for kind in KINDS if kind.owns(ours[0]))
+    one, other = ([result for record in own for result in _results(kind, record)] for own in (ours, theirs))
+    found = paired_difference(one, other, perplexity=kind.perplexity)
+    return found.estimate if found else None
+
+
+def _results(kind: Kind, record: Record) -> list[Result]:
+    data = record["data"]
+    return kind.results(data, text_of(data, record["seed"]), data.get(kind.metric, 0.0))
+
+
 def _recall(kind: Kind, record: Record) -> list[Observation]:
     """One value for each query head of each layer."""
     by_layer = record["data"]["recall_by_head"]
@@ -193,6 +222,13 @@ def _summaries(kind: Kind, record: Record) -> list[Observation]:
     if "reference_rouge" in data:
         result.append(observation(kind, record, data["reference_rouge"]["rouge2"], f"{place}, {REFERENCE}"))
     return result
+
+
+def _runs(data: Data, text: Hashable, _: float) -> list[Result]:
+    """One result for each run of tokens."""
+    runs = enumerate(zip(data["chunk_nll"], data["chunk_tokens"], strict=True))
+    keys = [(question_of(data, text), number) for number in range(len(data["chunk_nll"]))]
+    return [Result(keys[number], keys[number], nll * tokens, tokens) for number, (nll, tokens) in runs]
 
 
 def deviation(members: Sequence[Observation]) -> Estimate:
@@ -277,6 +313,8 @@ KINDS = (
         higher_is_better=False,
         places=_perplexity_places,
         estimate=deviation,
+        results=_runs,
+        perplexity=True,
     ),
     Kind(
         name="recall",

@@ -11,27 +11,41 @@ follows from their numbers:
         rule="k-center > H2O and k-center > sinks",
     )
 
-A rule compares numbers by their names, with each other or with a number. Where both have intervals it asks for the
-interval of the difference (Zou and Donner 2008, from the two intervals as if they were independent): if that contains
-zero, the two are too close to tell apart. A claim without a rule says its verdict, and why.
+A rule compares numbers by their names, with each other or with a number. Methods that were asked the same questions are
+compared question by question (`records.paired_difference`); of other questions the line says so. Where the interval of
+the difference contains zero, the two are too close to tell apart. A number in a rule is the paper's; where the paper
+gives none, `threshold` says what we took. A claim without a rule says its verdict, and why.
+
+Lines with one `claim` are one claim: it holds if all of them do.
 """
 
 from __future__ import annotations
 
 import functools
-import math
 import operator
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from kvsketch_lab.records import Estimate, interval_text, mean_over_texts, text_of
-from kvsketch_lab.report.kinds import BIG, NOTHING, UNSEEN, Data
+from kvsketch_lab.records import (
+    Difference,
+    Estimate,
+    Result,
+    interval_text,
+    mean_over_texts,
+    paired_difference,
+    text_of,
+    unpaired_difference,
+)
+from kvsketch_lab.report.kinds import BIG, KINDS, NOTHING, UNSEEN, Data, question_of
 
 HOLDS, FAILS, CLOSE = "holds", "does not hold", "too close to tell"
 OTHER, CANNOT, NO_NUMBER = "other conditions", "cannot be run here", "no number"
 VERDICTS = (HOLDS, FAILS, CLOSE, OTHER, CANNOT, NO_NUMBER, NOTHING)
+WORST = (FAILS, CLOSE, NOTHING, OTHER, CANNOT, NO_NUMBER, HOLDS)  # of the lines of a claim, the first that one has
+PERPLEXITIES = {kind.name for kind in KINDS if kind.perplexity}
+LARGEST = "largest"  # in place of the mean
 UNITS = {"lines": "questions", "needle": "needles", "ruler": "questions", "attention_error": "runs",
          "perplexity": "runs", "recall": "query heads",
          "recall_bytes/": "questions"}  # fmt: skip
@@ -70,13 +84,21 @@ class Ask:
     form: str
     unit: str
     over: Ask | None
+    of: str = ""  # LARGEST; empty: the mean
     where: Mapping[str, Any] = field(default_factory=dict)
 
 
 def ask(
-    kind: str, formula: str = "value", /, form: str = ".2f", unit: str = "", over: Ask | None = None, **where: Any
+    kind: str,
+    formula: str = "value",
+    /,
+    form: str = ".2f",
+    unit: str = "",
+    over: Ask | None = None,
+    of: str = "",
+    **where: Any,
 ) -> Ask:
-    return Ask(kind, formula, form, unit, over, where)
+    return Ask(kind, formula, form, unit, over, of, where)
 
 
 def answers(kind: str, method: str, budget: str, setting: str, form: str = ".2f", **where: Any) -> Ask:
@@ -116,10 +138,21 @@ def attended(formula: str, /, form: str = ".0%") -> Ask:
     return ask("concentration/", formula, form=form, kind="concentration", model="qwen2.5-coder-0.5b", tokens=4096)
 
 
+def largest(methods: Mapping[str, str], budget: str, steps: int) -> dict[str, Ask]:
+    """The largest deviation of perplexity that methods have at any position, so many steps at each."""
+    place: dict[str, Any] = {"kind": "perplexity", "model": BIG.partition(" ")[0], "budget": budget, "steps": steps}
+    return {
+        f"{name}, most": ask("eval/", "deviation", form="+.2f", of=LARGEST, method=method, **place)
+        for name, method in methods.items()
+    }
+
+
 class Value(NamedTuple):
     estimate: Estimate
     samples: int | None
     command: str
+    results: tuple[Result, ...] = ()  # what it is the mean of; none of a quotient or a maximum
+    perplexity: bool = False
 
 
 def value_of(numbers: Measured, wanted: Ask) -> Value | None:
@@ -128,13 +161,25 @@ def value_of(numbers: Measured, wanted: Ask) -> Value | None:
     below = value_of(numbers, wanted.over) if wanted.over else None
     if not known or (wanted.over and below is None):
         return None
+    value = _one_of(wanted, known)
+    if below is None:
+        return value
+    return Value(Estimate(value.estimate.value / below.estimate.value, None, None), value.samples, value.command)
+
+
+def _one_of(wanted: Ask, known: Sequence[tuple[Any, Data]]) -> Value:
+    """What the measurements say together; of rows that are estimates themselves the one of most questions."""
     if isinstance(known[0][0], Estimate):
         value, row = max(known, key=lambda each: each[1].get("count", 0))
-        return Value(value, row.get("count"), row.get("command", ""))
-    estimate = mean_over_texts([each for each, _ in known], [text_of(row, row.get("seed")) for _, row in known])
-    if below:
-        estimate = Estimate(estimate.value / below.estimate.value, None, None)
-    return Value(estimate, len(known) if len(known) > 1 else None, known[-1][1].get("command", ""))
+        return Value(value, row.get("count"), row.get("command", ""), row["results"], wanted.kind in PERPLEXITIES)
+    samples, command = len(known) if len(known) > 1 else None, known[-1][1].get("command", "")
+    if wanted.of == LARGEST:
+        return Value(Estimate(max(value for value, _ in known), None, None), samples, command)
+    texts = [text_of(row, row.get("seed")) for _, row in known]
+    values = [value for value, _ in known]
+    results = [Result((question_of(row, text), row.get("layer")), text, value)
+               for (value, row), text in zip(known, texts, strict=True)]  # fmt: skip
+    return Value(mean_over_texts(values, texts), samples, command, tuple(results))
 
 
 def _where(numbers: Measured, wanted: Ask) -> dict[str, Any]:
@@ -159,6 +204,12 @@ class Claim:
     test: str = ""  # the test that checks it: file::function
     beside: Mapping[str, Ask] = field(default_factory=dict)  # numbers of the rule that other lines show
     brief: bool = False  # of many comparisons only how many hold
+    threshold: str = ""  # what a number of the rule is that the paper does not give
+    claim: str = ""  # what it is a line of; empty: a claim of one line
+
+    @property
+    def name(self) -> str:
+        return self.claim or f"{self.at}: {self.says}: {self.setting}"
 
     def comparisons(self) -> list[str]:
         return self.rule.split(" and ") if self.rule else []
@@ -178,7 +229,8 @@ class Shown(NamedTuple):
 def shown(numbers: Measured, claim: Claim) -> Shown:
     values = {name: value_of(numbers, each) for name, each in {**claim.ours, **claim.beside}.items()}
     kind, told = judged(claim, values)
-    reasons = "; ".join(filter(None, [told, claim.why])) if kind != NOTHING else ""
+    ours = f"our threshold: {claim.threshold}" if claim.threshold else ""
+    reasons = "; ".join(filter(None, [told, ours, claim.why])) if kind != NOTHING else ""
     own = [value for name in claim.ours if (value := values[name])]
     commands = tuple(dict.fromkeys(value.command for value in own if value.command))
     return Shown(
@@ -192,32 +244,58 @@ def shown(numbers: Measured, claim: Claim) -> Shown:
 
 
 def judged(claim: Claim, values: Mapping[str, Value | None]) -> tuple[str, str]:
-    """The verdict, and the comparison that decided it where it is not that all hold."""
+    """The verdict, and the differences that decided it."""
     if not claim.rule:
         missing = claim.ours and not any(values[name] for name in claim.ours)
         given = claim.verdict or (HOLDS if claim.test else NOTHING)
         return NOTHING if missing else given, ""
-    results = {text: holds(text, values) for text in claim.comparisons()}
-    if NOTHING in results.values():
+    results = {text: compared(text, values) for text in claim.comparisons()}
+    if any(each is None for each in results.values()):
         return NOTHING, ""
-    worst = next((verdict for verdict in (FAILS, CLOSE) if verdict in results.values()), HOLDS)
+    verdicts = {text: holds(text, values) for text in results}
+    worst = next((verdict for verdict in (FAILS, CLOSE) if verdict in verdicts.values()), HOLDS)
     if claim.brief:
-        return worst, f"{sum(verdict == HOLDS for verdict in results.values())} of {len(results)} comparisons hold"
-    decided = [text for text, verdict in results.items() if verdict == worst]
-    return worst, "" if worst == HOLDS or len(results) == 1 else "; ".join(decided)
+        return worst, f"{sum(verdict == HOLDS for verdict in verdicts.values())} of {len(verdicts)} comparisons hold"
+    mixed = len(set(verdicts.values())) > 1
+    told = [_told(text, each, f", {verdicts[text]}" if mixed else "") for text, each in results.items() if each]
+    return worst, "; ".join(filter(None, told))
+
+
+def _told(comparison: str, difference: Difference, verdict: str) -> str:
+    """`k-center - H2O: -0.200 [-0.280, -0.120], does not hold`; of exact values the comparison, if verdicts differ."""
+    left, _, factor, right = parsed(comparison)
+    if difference.estimate.low is None or re.fullmatch(r"[\d.]+", right):
+        return f"{comparison}{verdict}" if verdict else ""
+    times = "" if factor == 1 else f"{factor:g} * "
+    common = f" ({difference.questions} questions of both)" if difference.left_out else ""
+    questions = common if difference.questions else " (other questions, not paired)"
+    return f"{left} - {times}{right}: {interval_text(difference.estimate, '+.3f')}{questions}{verdict}"
 
 
 def holds(comparison: str, values: Mapping[str, Value | None]) -> str:
-    """Whether `a > b`, `a >= 0.5` or `a <= 1.05 * b`, by intervals where there are any."""
-    left, sign, factor, right = parsed(comparison)
-    pair = values[left], values[right] if right in values else Value(Estimate(float(right), None, None), None, "")
-    if pair[0] is None or pair[1] is None:
+    """Whether `a > b`, `a >= 0.5` or `a <= 1.05 * b`: too close to tell where the interval of the difference contains
+    zero, but for `>=` and `<=` no answer need differ.
+    """
+    difference = compared(comparison, values)
+    if difference is None:
         return NOTHING
-    one, other = pair[0].estimate, _times(pair[1].estimate, factor)
-    low, high = difference(one, other)
-    if low < 0 < high:
-        return CLOSE
-    return HOLDS if COMPARE[sign](one.value, other.value) else FAILS
+    sign = parsed(comparison)[1]
+    value, low, high = difference.estimate
+    if low is None or high is None:
+        return HOLDS if COMPARE[sign](value, 0) else FAILS
+    if COMPARE[sign](low, 0) and COMPARE[sign](high, 0):
+        return HOLDS
+    return CLOSE if low <= 0 <= high else FAILS
+
+
+def compared(comparison: str, values: Mapping[str, Value | None]) -> Difference | None:
+    """What the left of a comparison has more than the right; None where a number is not known."""
+    left, _, factor, right = parsed(comparison)
+    one, other = values[left], values[right] if right in values else Value(Estimate(float(right), None, None), None, "")
+    if one is None or other is None:
+        return None
+    both = paired_difference(one.results, other.results, factor, one.perplexity)
+    return both or unpaired_difference(one.estimate, other.estimate, factor)
 
 
 def parsed(comparison: str) -> tuple[str, str, float, str]:
@@ -228,22 +306,12 @@ def parsed(comparison: str) -> tuple[str, str, float, str]:
     return parts[1], parts[2], float(parts[3] or 1), parts[4]
 
 
-def _times(estimate: Estimate, factor: float) -> Estimate:
-    return Estimate(*(None if each is None else factor * each for each in estimate))  # type: ignore[arg-type]
-
-
-def difference(one: Estimate, other: Estimate) -> tuple[float, float]:
-    """The 95% interval of one minus other; a value without an interval counts as exact."""
-    a, b = _edges(one), _edges(other)
-    middle = one.value - other.value
-    low = middle - math.hypot(one.value - a[0], b[1] - other.value)
-    return low, middle + math.hypot(a[1] - one.value, other.value - b[0])
-
-
-def _edges(estimate: Estimate) -> tuple[float, float]:
-    if estimate.low is None or estimate.high is None:
-        return estimate.value, estimate.value
-    return estimate.low, estimate.high
+def same(numbers: Measured, one: Ask, other: Ask) -> tuple[int, int]:
+    """On how many of the questions that both were asked two methods give the same to the digit, and of how many."""
+    sides = [{each.question: each.value for each in (value.results if value else ())}
+             for value in (value_of(numbers, one), value_of(numbers, other))]  # fmt: skip
+    both = sides[0].keys() & sides[1].keys()
+    return sum(sides[0][question] == sides[1][question] for question in both), len(both)
 
 
 def _ours(claim: Claim, values: Mapping[str, Value | None]) -> str:
@@ -279,9 +347,18 @@ class Page:
         self.methods: tuple[str, ...] = ()  # ours, in the setting of the paper
         self.claims: list[Claim] = []
         self.commands: list[str] = []
-        self.counts = dict.fromkeys(VERDICTS, 0)  # how many claims have each verdict
-        names = {each.__name__: each for each in (ask, answers, asks, by_budget, attended, step, faster)}
+        self.kinds: dict[str, set[str]] = {}  # the verdicts of the lines of each claim
+        names = {each.__name__: each for each in (ask, answers, asks, by_budget, attended, step, faster, largest)}
         self.text = numbers.fill(f"papers/{name}.jinja", p=self, unseen=UNSEEN, **names)
+
+    @property
+    def counts(self) -> dict[str, int]:
+        """How many claims have each verdict: of the lines of one the worst counts."""
+        told = [next(verdict for verdict in WORST if verdict in kinds) for kinds in self.kinds.values()]
+        return {verdict: told.count(verdict) for verdict in VERDICTS}
+
+    def same(self, one: Ask, other: Ask) -> tuple[int, int]:
+        return same(self.numbers, one, other)
 
     def setting(self, *methods: str) -> str:
         self.methods = methods
@@ -292,7 +369,7 @@ class Page:
         claim = Claim(at, says, setting, ours or {}, **more)
         line = shown(self.numbers, claim)
         self.claims.append(claim)
-        self.counts[line.kind] += 1
+        self.kinds.setdefault(claim.name, set()).add(line.kind)
         self.commands += [each for each in line.commands if each not in self.commands]
         links = ", ".join(f"[{self.commands.index(each) + 1}](#commands)" for each in line.commands)
         cells = [each.replace("|", "\\|") or "-" for each in (line.says, line.setting, line.ours, line.verdict)]

@@ -1,8 +1,7 @@
-"""Data for figures other than result curves: needle heat maps, values by position, clusterability, token lives."""
+"""Data for figures other than result curves: needle heat maps, values by position, clusterability."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -102,33 +101,6 @@ def _falls(radius: dict[str, list[float]]) -> dict[str, float]:
 
 def _head_means(values: dict[str, list[float]]) -> dict[str, float]:
     return {key: sum(heads) / len(heads) for key, heads in sorted(values.items(), key=lambda item: float(item[0]))}
-
-
-def documents(records: Iterable[Record], remarks: list[str]) -> list[Data]:
-    """For each model and document its tokens, and for each method and budget the shares of the steps they stayed."""
-    groups: dict[str, dict[str, Any]] = {}
-    for record, data in _measured(records):
-        try:
-            text = {"model": model_name(data), **{name: data[name] for name in ("words", "marked", "chunk")}}
-        except KeyError as error:
-            remarks.append(lacking(record, error))
-            continue
-        group = groups.setdefault(json.dumps(text, sort_keys=True), {"text": text, "lives": {}})
-        group["lives"][data["model"], data["method"], data["budget"]] = data
-    return [_document(group["text"], group["lives"]) for _, group in sorted(groups.items())]
-
-
-def _document(text: Data, lives: dict[tuple[str, str, str], Data]) -> Data:
-    step = "a token" if text["chunk"] == 1 else f"{text['chunk']} tokens"
-    return {
-        "name": f"{text['model']}; {len(text['words']):,} tokens, {step} at a step",
-        "words": text["words"],
-        "marked": text["marked"],
-        "lives": [
-            {"method": method, "budget": budget, "measures": data["measures"], "views": data["views"]}
-            for (_, method, budget), data in _sorted(lives)
-        ],
-    }
 
 
 def _measured(records: Iterable[Record]) -> list[tuple[Record, Data]]:

@@ -6,11 +6,11 @@ An overall setting, such as all numbers of lines, combines others; it contains o
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from kvsketch_lab.lists import grouped
-from kvsketch_lab.records import Estimate, mean_over_texts
+from kvsketch_lab.records import Estimate, Result, mean_over_texts
 
 Estimator = Callable[[Sequence["Observation"]], Estimate]
 MEMORY = ("tokens_stored", "tokens_read", "device_bytes", "host_bytes", "full_bytes")
@@ -30,6 +30,7 @@ class Observation(NamedTuple):
     run: tuple[str, str]  # when its record was made, and by which command
     variant: str = ""  # another way to measure, such as budgets of equal bytes
     failed: str = ""
+    results: tuple[Result, ...] = ()  # what is compared with those of other methods
     tokens_stored: float | None = None
     tokens_read: float | None = None
     device_bytes: float | None = None
@@ -59,6 +60,7 @@ class Row:
     full_bytes: float | None
     failures: tuple[str, ...] = ()
     command: str = ""  # of the last of them
+    results: tuple[Result, ...] = field(default=(), repr=False)  # what is compared with those of other methods
 
     @property
     def share(self) -> float | None:
@@ -111,6 +113,7 @@ def _row(members: Sequence[Observation], estimator: Estimator) -> Row:
         high=high,
         failures=tuple(sorted({each.failed for each in members if each.failed})),
         command=max(each.run for each in members)[1],
+        results=tuple(result for each in measured for result in each.results),
         **memory,
     )
 

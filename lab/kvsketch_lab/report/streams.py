@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 from kvsketch_lab.records import FAILED, Estimate, Record, budget_value, interval_text, latest
 from kvsketch_lab.report.blocks import Code, table
-from kvsketch_lab.report.kinds import estimate_of, model_name, variants
+from kvsketch_lab.report.kinds import difference_of, estimate_of, model_name, variants
 from kvsketch_lab.report.palette import order
 from kvsketch_lab.report.rows import known_mean
 
@@ -22,16 +22,6 @@ class Shown(NamedTuple):
     by: str  # the field that says how long the prompt is
     unit: str
     form: str
-
-    def difference(self, ours: Record, theirs: Record) -> Record:
-        """A record of the difference: one of a perplexity has the other in place of the full cache."""
-        data, other = ours["data"], theirs["data"]
-        less = (
-            {"full_chunk_nll": other["chunk_nll"]}
-            if self.kind == "perplexity"
-            else {"score": data["score"] - other["score"]}
-        )
-        return {**ours, "data": {**data, **less}}
 
 
 SHOWN = (
@@ -68,11 +58,10 @@ def compared(shown: Shown, records: Iterable[Record]) -> list[Compared]:
     return sorted(parts, key=lambda p: (p.model, order(p.method), budget_value(p.budget), p.length))
 
 
-def added(shown: Shown, part: Compared, chunk: int) -> Estimate | None:
+def added(part: Compared, chunk: int) -> Estimate | None:
     """Streamed minus exact over the samples that were measured both ways."""
-    exact = {_sample(each): each for each in part.right(EXACT)}
-    both = [shown.difference(each, exact[_sample(each)]) for each in part.right(chunk) if _sample(each) in exact]
-    return estimate_of(both) if chunk != EXACT and both else None
+    ours, exact = part.right(chunk), part.right(EXACT)
+    return difference_of(ours, exact) if chunk != EXACT and ours and exact else None
 
 
 def asked(record: Record) -> tuple[Any, ...]:
@@ -81,16 +70,11 @@ def asked(record: Record) -> tuple[Any, ...]:
     return tuple(record["data"].get(name) for name in names)
 
 
-def _sample(record: Record) -> tuple[Any, ...]:
-    data = record["data"]
-    return record["seed"], data["sample"], data.get("position") if data.get("protocol") else None
-
-
 def summary(records: Sequence[Record], kind: str, model: str) -> str:
     """How many differences between streamed and exact prefill have an interval that excludes zero."""
     (shown,) = [each for each in SHOWN if each.kind == kind]
     parts = [part for part in compared(shown, records) if part.model == model]
-    result = [added(shown, part, chunk) for part in parts for chunk in part.ways if chunk != EXACT]
+    result = [added(part, chunk) for part in parts for chunk in part.ways if chunk != EXACT]
     known = [each for each in result if each is not None and each.low is not None]
     more, fewer = (sum(each.excludes_zero and sign * each.value > 0 for each in known) for sign in (1, -1))
     return f"of {len(known)} differences with an interval, {more} are clear increases and {fewer} clear decreases"
@@ -113,7 +97,7 @@ def _table(shown: Shown, parts: Sequence[Compared]) -> str:
     rows = []
     for part in parts:
         values = [_text(shown, part, chunk) for chunk in chunks]
-        more = [added(shown, part, chunk) for chunk in streams]
+        more = [added(part, chunk) for chunk in streams]
         differences = ["" if each is None else interval_text(each, "+.2f") for each in more]
         rows.append(
             [Code(part.method), part.budget or "all", _length(shown, part), *values, *differences, _samples(part)]

@@ -20,7 +20,11 @@ SHARED = {
 
 def measured(records: list[Record], shares: bool = False) -> list[dict[str, Any]]:
     """What was measured last of each contender and batch, of requests with prompts of their own or a document."""
-    rows = [r["data"] for r in records if r["kind"] == "vllm" and bool(r["data"].get("question")) == shares]
+    every = (
+        r["data"] for r in records
+        if r["kind"] == "vllm" and not r["data"].get("chats") and not r["data"].get("questions")
+    )  # fmt: skip
+    rows = [row for row in every if bool(row.get("question")) == shares]
     return [row for row in last(rows, "contender", "shape", "prompt", "batch") if not row.get(FAILED)]
 
 
@@ -37,8 +41,42 @@ def documents(records: list[Record]) -> str:
             f"{row['cache_bytes'] / 1e9:.2f}", f"{row['document_s']:.2f}", f"{1e3 * row['prefill_s']:.0f}",
             f"{row['start_s']:.0f}",
         ])  # fmt: skip
-    headings = ["", "requests", "step, ms", "tokens/s", "GB of their caches", "document read in, s"]
-    return markdown([*headings, "a request begins in, ms", "engine starts in, s"], lines)
+    headings = ["", "requests", "step, ms", "tokens/s", "GB of their caches", "document read, s"]
+    return markdown([*headings, "prefill of a request, ms", "engine start, s"], lines)
+
+
+def short(records: list[Record], sizes: Any, answers: dict[str, str]) -> str:
+    """README's: memory, users, speed and right answers of vLLM's own caches and of rehearse, each at its best; the
+    speed of rehearse with its rehearsals.
+    """
+    rows, lines = measured(records), []
+    ours = next((row["contender"] for row in rows if row["contender"].startswith("rehearse")), "")
+    for name in [*OWN, ours]:
+        if best := most(rows, name):
+            title = OWN.get(name, "kvsketch in vLLM")
+            answered = answers["full"] if name == "bf16" else "no record" if name in OWN else answers["rehearse"]
+            speed = best.get("sustained_per_s", best["tokens_per_s"]) if name == ours else best["tokens_per_s"]
+            memory, users = f"{sizes.user_gb(name, best['prompt']):.2f} GB", f"{best['rows_that_fit']:,.0f}"
+            lines.append([title, memory, users, f"{speed:,.0f}", answered])
+    return markdown(["", "memory of a user", "users that fit", "tokens/s", "right answers"], lines)
+
+
+def conversations(records: list[Record]) -> str:
+    """Chats that go on: the last time of each contender and number of chats."""
+    every = [r["data"] for r in records if r["kind"] == "vllm" and r["data"].get("chats")]
+    rows = last(every, "contender", "shape", "prompt", "chats", "turns", "chunk")
+    rows = [row for row in rows if not row.get(FAILED)]
+    if not rows:
+        return f"{NOTHING.capitalize()} yet."
+    lines = [
+        [
+            SHARED.get(row["contender"], Code(row["contender"])), f"{row['chats']}", f"{row['chats_s']:.1f}",
+            f"{row['first_turns_s']:.1f}", f"{row['later_s']:.3f}", f"{row['latest_s']:.3f}", f"{row['start_s']:.0f}",
+        ]
+        for row in sorted(rows, key=lambda row: row["chats"])
+    ]  # fmt: skip
+    headings = ["", "chats", "whole run, s", "first turns, s", "first token of a later turn, s", "longest, s"]
+    return markdown([*headings, "engine start, s"], lines)
 
 
 def table(records: list[Record]) -> str:
@@ -59,8 +97,8 @@ def table(records: list[Record]) -> str:
         lasting = _number(best.get("sustained_per_s"), ",.0f") if name.startswith("rehearse") else speed
         lines.append([OWN.get(name, Code(name)), *steps, speed, *times, lasting, prefill, fits])
     headings = ["", *(f"step, ms: {batch} row{'s' * (batch > 1)}" for batch in batches), "most tokens/s"]
-    headings += [*(f"times {OWN[name]}" for name in OWN), "tokens/s, rehearsals included", "prefill of a row, s"]
-    headings += ["rows that fit"]
+    headings += [*(f"times {OWN[name]}" for name in OWN), "tokens/s with compression", "prefill of a request, s"]
+    headings += ["requests that fit"]
     return markdown(headings, lines)
 
 

@@ -8,10 +8,11 @@ of the operations, and nothing is reported when one differs. A floor is the time
 copy bandwidth. A share is the time of all layers over that of a prefill with transformers' own cache (`--prefill-ms`,
 measured in the same process unless given) or of a decode step (`--step-ms`).
 
-attention: decode attention over weighted slots beside SDPA's kernels. linear: the linear layers of a decode step beside
-torch's. chunk: a chunk of a streamed prompt beside flash attention. mass: the column sums of attention that h2o and
-keyformer need. kcenter: farthest-first centers, exact and coarse. balance: the balancing walk of balancekv. subgen: its
-streaming structure. pages: quest's bounds and choice. recall: clustering, selection and indexed attention of clusterkv.
+operation: what they share. attention: decode attention over weighted slots beside SDPA's kernels. linear: the linear
+layers of a decode step beside torch's. chunk: a chunk of a streamed prompt beside flash attention. mass: the column
+sums of attention that h2o and keyformer need. kcenter: farthest-first centers, exact and coarse. balance: the
+balancing walk of balancekv. subgen: its streaming structure. pages: quest's bounds and choice. recall: clustering,
+selection and indexed attention of clusterkv.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ class Operations(Settings):
         "floor=floor_us:,.1f | TFLOP/s=tflop_per_s:.0f | to best rival=ratio:.2f | share:.1% | of | target=judged | "
         "notes"
     )
-    only: tuple[str, ...] = option(tuple(OPERATIONS), "operations, comma-separated", choices=tuple(OPERATIONS))
+    only: tuple[str, ...] = option(tuple(OPERATIONS), "operations, separated by commas", choices=tuple(OPERATIONS))
 
     @functools.cached_property
     def chosen(self) -> dict[str, Operation]:

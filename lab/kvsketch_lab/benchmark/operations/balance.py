@@ -16,7 +16,8 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE
 from kvsketch_lab.benchmark.operations.operation import Operation, as_timing
@@ -72,8 +73,8 @@ def broken_steps(k: Tensor, v: Tensor | None, slots: Tensor, signs: Tensor, walk
 
 
 def fresh_table(k: Tensor, v: Tensor) -> SlotTable:
-    table = ExactTable(0, LAYERS)
-    table.note(scale=SCALE)
+    table = SlotTable(LayerContext(0, LAYERS))
+    table.forward.scale = SCALE
     table.append(k, v)
     return table
 

@@ -23,16 +23,16 @@ class Settings(Benchmark, ABC):
 
     tokens: int = option(32768, "tokens of a prompt", least=128)
     batches: tuple[int, ...] = option(
-        "", "batch sizes, comma-separated; each operation's own unless given", least=1, none=True
+        "", "batch sizes, separated by commas; each operation's own unless given", least=1, none=True
     )
     slots: tuple[int, ...] = option(
-        "", "slots of a table, comma-separated; each operation's own unless given", least=128, none=True
+        "", "slots of a table, separated by commas; each operation's own unless given", least=128, none=True
     )
     budgets: tuple[int, ...] = option(
-        "", "tokens kept or read, comma-separated; each operation's own unless given", least=17, none=True
+        "", "tokens kept or read, separated by commas; each operation's own unless given", least=17, none=True
     )
-    chunks: tuple[int, ...] = option("2048,4096,8192", "tokens of a chunk, comma-separated", least=1)
-    keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, comma-separated", choices=tuple(KEYS))
+    chunks: tuple[int, ...] = option("2048,4096,8192", "tokens of a chunk, separated by commas", least=1)
+    keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, separated by commas", choices=tuple(KEYS))
     repeats: int = option(10, "calls that are timed with the host's part", least=1)
     prefill_ms: float | None = option(
         None, "milliseconds of a prefill of these tokens; measured unless given", least=0.001

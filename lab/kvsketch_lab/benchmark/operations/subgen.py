@@ -16,7 +16,8 @@ from kvsketch import ops
 from kvsketch.methods.subgen import SubGen
 from kvsketch.methods.subgen.sketch import Sketch, fold_denominator, fold_numerator
 from kvsketch.methods.subgen.slots import Structure, covering_radii, exact_tokens, layout_of, state_of
-from kvsketch.slots.table import ExactTable, SlotTable
+from kvsketch.slots.context import LayerContext
+from kvsketch.slots.table import SlotTable
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, make_keys
 from kvsketch_lab.benchmark.operations.operation import Operation
@@ -31,7 +32,7 @@ STEPS_CHECKED = 64
 
 def make_table(kind: str, length: int, seed: int, device: Device) -> SlotTable:
     """An exact table of one layer that holds a prompt."""
-    table = ExactTable(0, LAYERS)
+    table = SlotTable(LayerContext(0, LAYERS))
     values = device.normal(device.generator(seed), 1, KV_HEADS, length, HEAD_SIZE, dtype=torch.float32)
     table.append(make_keys(kind, length, seed, device), values.to(device.dtype))
     return table
@@ -39,7 +40,7 @@ def make_table(kind: str, length: int, seed: int, device: Device) -> SlotTable:
 
 def folded(method: SubGen, table: SlotTable) -> SlotTable:
     """The table after the method; the exact one stays as it is."""
-    copied = replace(table, state=Structure())
+    copied = table.like(state=Structure())
     method.compress(copied, table.key_slots()[:, :, -1:])
     return copied
 
@@ -49,7 +50,7 @@ def check(kind: str, length: int, budget: int, seed: int, device: Device, steps:
     method, table = SubGen(budget=budget, normalizer="clipped"), make_table(kind, length, seed, device)
     ours, expected = folded(method, table), by_reference(functools.partial(folded, method, table))
     for stage in ("prompt", "decoding"):
-        same = float((ours.bounded.index == expected.bounded.index).float().mean())
+        same = float((ours.index == expected.index).float().mean())
         mine, its = ours.state_of(Structure), expected.state_of(Structure)
         mu = float((mine.mu / its.mu - 1).abs().max())
         counts = mine.counts.sum(-1) == its.counts.sum(-1)
