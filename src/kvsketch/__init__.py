@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from kvsketch.methods import METHODS, parse_method
     from kvsketch.models import texts
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 __all__ = [
     "METHODS",
     "CompressedCache",

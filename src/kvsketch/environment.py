@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import importlib.metadata
 import importlib.util
 import os
 import platform
+import warnings
 from dataclasses import dataclass, field
 
 from packaging.version import Version
 
-from kvsketch.compiler import COMPILERS, compiler
+from kvsketch.compiler import programs
 
 # Oldest and newest release on which the test suite has passed.
 TESTED = {
     "python": ("3.11", "3.12"),
     "torch": ("2.11.0", "2.13.0"),
-    "transformers": ("5.15.0", "5.22.2"),
+    "transformers": ("5.15.0", "5.23.0"),
     "triton": ("3.6.0", "3.9.0"),
 }
 
@@ -52,7 +54,8 @@ def describe() -> Environment:
         kernels=kernels_in_use(bool(gpus)),
         home=str(models.home()),
         models=[name for name in models.CATALOG if models.is_pulled(name)],
-        warnings=[warning for package, version in versions.items() if (warning := untested(package, version))],
+        warnings=[warning for package, version in versions.items() if (warning := untested(package, version))]
+        + ([] if gpus or _only_references() or not (warning := programs().warning) else [warning]),
     )
 
 
@@ -85,17 +88,19 @@ def cpu_threads() -> int:
 
 def kernels_in_use(gpu: bool) -> str:
     """Which half of `ops` a model on the default device would run."""
-    choice = os.environ.get("KVSKETCH_KERNELS", "auto")
-    if choice not in ("auto", "reference"):
-        raise ValueError(f"KVSKETCH_KERNELS={choice!r} is not one of auto, reference; unset it or use one.")
-    if choice == "reference":
+    if _only_references():
         return "torch reference: KVSKETCH_KERNELS=reference"
     if gpu:
         return "Triton" if importlib.util.find_spec("triton") else "torch reference: Triton cannot be imported"
-    chosen = compiler()
-    return (
-        f"C, compiled by {chosen}" if chosen else f"torch reference: no GPU, and no C compiler ({', '.join(COMPILERS)})"
-    )
+    made = programs()
+    return f"C, compiled by {made.compiler}" if made.library else f"torch reference: no GPU, and {made.absent}"
+
+
+def _only_references() -> bool:
+    choice = os.environ.get("KVSKETCH_KERNELS", "auto")
+    if choice not in ("auto", "reference"):
+        raise ValueError(f"KVSKETCH_KERNELS={choice!r} is not one of auto, reference; unset it or use one.")
+    return choice == "reference"
 
 
 def installed(package: str) -> str | None:
@@ -115,3 +120,12 @@ def untested(package: str, version: str | None) -> str | None:
     if oldest <= result and result.release[:2] <= newest.release[:2]:
         return None
     return f"{package} {version} is outside the tested range {oldest} to {newest}"
+
+
+@functools.cache
+def warn_of_untested() -> None:
+    """Warns the caller's caller of a torch or transformers outside the tested range, once in a process."""
+    for package in ("torch", "transformers"):
+        if told := untested(package, installed(package)):
+            advice = "if an answer looks wrong, compare it with the method 'full', or install a tested version"
+            warnings.warn(f"kvsketch: {told}; {advice}", stacklevel=3)

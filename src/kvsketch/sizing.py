@@ -16,9 +16,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsketch.cache.memory import Sizes, parsed, sizes_of
+from kvsketch.byte_sizes import parsed
+from kvsketch.cache.memory import Sizes, sizes_of
 from kvsketch.methods import Method, parse_method
-from kvsketch.models.catalog import CATALOG
+from kvsketch.models.catalog import CATALOG, ModelCard
+from kvsketch.models.loading import HUB_NAME
 
 RESERVE = 0.1  # of the memory, for activations and workspace: what vLLM leaves free too
 METHODS = "full,full:bits=4,rehearse:budget=50%,rehearse:budget=40%,rehearse:budget=20%:replay=exact"
@@ -82,20 +84,45 @@ class Plan:
     tokens_per_s: float | None  # of all users together; None: they do not fit, or nothing is known of the speed
 
 
-def config_of(model: str) -> Any:
-    """The config of a model: a config.json, a folder with one, or a short name of `kvsketch models`."""
+def shape_of(model: str) -> tuple[Any, int]:
+    """The config of a model and the bytes of its weights.
+
+    model: a config.json, a folder with one, a short name of `kvsketch models`, or a hub name, of which nothing but
+    config.json is fetched.
+    """
     from transformers import AutoConfig
 
-    from kvsketch.models.convert import conversion_path
-    from kvsketch.models.fetch import is_converted
-
-    if model in CATALOG and not is_converted(model):
-        raise ValueError(f"--model {model} is not on this machine yet; get it with: kvsketch models pull {model}")
-    path = conversion_path(model) if model in CATALOG else Path(model)
-    if not path.exists():
+    path = Path(model).expanduser()
+    if path.exists():
+        config = AutoConfig.from_pretrained(str(path))
+        return config, weight_bytes(config)
+    for card in CATALOG.values():
+        if model.lower() in (card.name, card.hub_repo.lower()):
+            return _config_of_card(card), 2 * card.parameters
+    if not HUB_NAME.fullmatch(model):
         names = ", ".join(CATALOG)
-        raise ValueError(f"--model {model} is no config.json, no folder with one and no short name ({names})")
-    return AutoConfig.from_pretrained(str(path))
+        raise ValueError(f"--model {model} is no config.json, no folder with one, no hub name and none of {names}")
+    try:
+        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+    except Exception as error:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        raise ValueError(
+            f"the config.json of --model {model} could not be fetched from the hub ({reason}); check the name and the "
+            f"network, give a config.json, or use one of {', '.join(CATALOG)}"
+        ) from error
+    return config, weight_bytes(config)
+
+
+def _config_of_card(card: ModelCard) -> Any:
+    """What sizes need of a built-in model, from its card: nothing is fetched."""
+    from transformers import AutoConfig
+
+    sliding = {"sliding_window": card.window} if card.window else {}
+    return AutoConfig.for_model(
+        card.architecture, num_hidden_layers=card.layers, num_attention_heads=card.query_heads,
+        num_key_value_heads=card.kv_heads, head_dim=card.head_dim, hidden_size=card.query_heads * card.head_dim,
+        max_position_embeddings=card.context, dtype="bfloat16", **sliding,
+    )  # fmt: skip
 
 
 def weight_bytes(config: Any) -> int:
@@ -108,8 +135,16 @@ def weight_bytes(config: Any) -> int:
     return sum(parameter.nbytes for parameter in model.parameters())
 
 
-def plans(config: Any, methods: Sequence[str], demand: Demand, gpu: Gpu, speeds: dict[str, float]) -> list[Plan]:
-    weights = weight_bytes(config)
+def plans(
+    config: Any,
+    methods: Sequence[str],
+    demand: Demand,
+    gpu: Gpu,
+    speeds: dict[str, float],
+    weights: int | None = None,
+) -> list[Plan]:
+    """What each method takes and gives. `weights`: their bytes, counted from the config unless given."""
+    weights = weight_bytes(config) if weights is None else weights
     own = sizes_of(config, demand.context - demand.document)
     shared = sizes_of(config, demand.document) if demand.document else None
     result = []
@@ -130,7 +165,7 @@ def plans(config: Any, methods: Sequence[str], demand: Demand, gpu: Gpu, speeds:
 def _bytes(sizes: Sizes, method: Method, more: int | None) -> int:
     held = sizes.bytes(method, more)
     if held is None:
-        raise ValueError(f"{method}: what it holds grows beyond any budget or is not known; name another method")
+        raise ValueError(f"{method}: its size is not bounded or not known; name another method")
     return held
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,7 @@ from tests.helpers.tiny import save_tiny_model
 
 TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep.\n" * 4
 METHOD = "h2o:budget=64:sinks=2:recent=8"
+FACTS = ("method", "tokens read", "tokens stored", "bits", "memory")  # that /cache shows
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +47,9 @@ def test_a_document_is_read_once_and_talked_about(folder: str, tmp_path: Path) -
     cache = kvsketch.CompressedCache.load(saved, model)
     first, second = (kvsketch.ask(model, tokenizer, cache, q, max_new_tokens=9) for q in ("How deep?", "When?"))
     assert talk.stdout == f"{first}\n{second}\n{first}\n"
-    assert "layer  slots of a head" in talk.stderr and "there is no /nothing; /reset forgets" in talk.stderr
+    shown = [line for line in talk.stderr.splitlines() if line.startswith(FACTS)]
+    assert [line[:14].strip() for line in shown] == list(FACTS) and "of the full cache's" in shown[-1]
+    assert "there is no /nothing; /reset clears" in talk.stderr
     plain = run("chat", folder, "--max-new-tokens", "5", "--dtype", str(dtype), text="Hello\n")
     empty = kvsketch.CompressedCache(model, "full")
     assert plain.stdout == kvsketch.ask(model, tokenizer, empty, "Hello", max_new_tokens=5) + "\n"
@@ -61,6 +65,55 @@ def test_a_short_document_is_kept_whole(
     (tmp_path / "page.txt").write_text(TEXT)
     done = run("read", str(tmp_path / "page.txt"), "--out", str(tmp_path / "page.kvs"), "--model", folder)
     assert done.exit_code == 0 and f"tokens read with {method}" in done.stderr, done.output
+
+
+def test_a_large_pdf_is_read_by_every_command(folder: str, tmp_path: Path) -> None:
+    pytest.importorskip("pypdf", reason="not installed: pip install 'kvsketch[pdf]'")
+    from tests.helpers.pdf import pdf
+
+    (tmp_path / "harbour.pdf").write_bytes(pdf(picture=400_000))
+    file, saved = str(tmp_path / "harbour.pdf"), str(tmp_path / "harbour.kvs")
+    read = ("read", file, "--out", saved, "--model", folder, "--method", METHOD)
+    # In a process of its own, which can be ended when it hangs.
+    done = subprocess.run([sys.executable, "-m", "kvsketch", *read], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0 and f"saved {saved}" in done.stderr, done.stderr
+    talk = run("chat", file, "--model", folder, "--method", METHOD, "--max-new-tokens", "3", text="How deep?\n")
+    assert talk.exit_code == 0 and f"tokens read with {METHOD}" in talk.stderr, talk.output
+    said = run("generate", "How deep?", "--file", file, "--model", folder, "--max-new-tokens", "3")
+    assert said.exit_code == 0, said.output
+
+
+def test_several_files_and_folders_are_read_as_one_text(folder: str, tmp_path: Path) -> None:
+    notes = tmp_path / "notes"
+    notes.mkdir()
+    (tmp_path / "a.txt").write_bytes("Die Brücke. ".encode("latin-1") + TEXT.encode())
+    (notes / "b.md").write_text(TEXT)
+    (notes / "broken.pdf").write_bytes(b"%PDF-1.4")
+    (notes / "c.png").write_bytes(b"")
+    names = [str(tmp_path / "a.txt"), str(notes / "b.md")]
+    both = f"File {names[0]}:\n\nDie Brücke. {TEXT}\n\nFile {names[1]}:\n\n{TEXT}"
+    model, tokenizer = models.load(folder)
+    cache = kvsketch.CompressedCache(model, "full")
+    kvsketch.read(model, tokenizer, cache, both)
+    answer = kvsketch.ask(model, tokenizer, cache, "How deep?", max_new_tokens=5)
+    done = run("chat", names[0], str(notes), "--model", folder, "--max-new-tokens", "5", text="How deep?\n")
+    assert done.exit_code == 0 and done.stdout == f"{answer}\n", done.output
+    said = " ".join(done.stderr.split())
+    assert f"2 files are read as one text, in this order: {names[0]}, {names[1]}" in said
+    assert "a.txt is not UTF-8: read as Latin-1" in said and "1 file of other kinds (.png)" in said
+    assert f"left out: {notes / 'broken.pdf'} is a PDF" in said
+    alone = run("chat", str(notes), "--model", folder, "--max-new-tokens", "5", text="How deep?\n")
+    assert alone.exit_code == 0, alone.output
+    (tmp_path / "empty").mkdir()
+    for targets, told in (
+        ((names[0], "x.kvs"), "x.kvs is a cache that has not seen the other files"),
+        ((names[0], folder), f"there is no file {folder}"),
+        ((str(tmp_path / "gone.docx"),), "there is no file"),
+        ((str(tmp_path / "empty"),), "holds no document that can be read"),
+        ((str(notes / "broken.pdf"),), "broken.pdf is a PDF"),
+    ):
+        wrong = run("chat", *targets, "--model", folder)
+        assert wrong.exit_code == 2 and told in " ".join(wrong.stderr.split()), wrong.output
 
 
 def test_a_stopped_answer_leaves_a_cache_that_goes_on(folder: str) -> None:
@@ -84,6 +137,6 @@ def test_a_stopped_answer_leaves_a_cache_that_goes_on(folder: str) -> None:
 
 
 def test_serve_refuses_what_would_open_the_machine() -> None:
-    assert "needs --api-key" in run("serve", "--host", "0.0.0.0").stderr
+    assert "set --api-key" in run("serve", "--host", "0.0.0.0").stderr
     assert "the API key is empty" in run("serve", "--api-key", "").stderr
     assert "--memory 'much' is not a size" in run("serve", "--memory", "much").stderr

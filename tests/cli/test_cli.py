@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
+import ctypes
 import json
 import os
+import socket
 import subprocess
 import sys
+import tomllib
+import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
+import safetensors.torch
 import torch
+from packaging.requirements import Requirement
+from packaging.version import Version
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from typer.testing import CliRunner
 
 import kvsketch
 from kvsketch import environment, models
-from kvsketch.cli import app
+from kvsketch.cli import app, main
 from kvsketch.cli.boundary import one_line
 from kvsketch.cli.generate import Asked, read_request
 from kvsketch.cli.methods import TABLE, describe
-from kvsketch.cli.options import DEFAULT_MODEL
+from kvsketch.cli.options import COMPARED_MODEL, DEFAULT_MODEL
 from kvsketch.cli.watching import quick_dtype
+from kvsketch.compiler import Programs, programs
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.serve.held import full_cache_bytes
 from tests.helpers import zoo
@@ -49,10 +57,31 @@ def read_json(*args: str, text: str | None = None) -> Any:
 def test_commands_that_only_tell_import_neither_torch_nor_transformers(command: str) -> None:
     check = (
         "import sys; from kvsketch.cli import app; app(sys.argv[1:], standalone_mode=False); "
-        "print([m for m in ('torch', 'transformers', 'matplotlib') if m in sys.modules])"
+        "print([m for m in ('torch', 'transformers', 'matplotlib', 'gguf') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", check, *command.split()], capture_output=True, text=True, check=True)
     assert len(done.stdout.splitlines()) > 5 and done.stdout.splitlines()[-1] == "[]"
+
+
+QUICK = {
+    "recommend": ["recommend", "--model", "qwen2.5-coder-1.5b", "--context", "32000", "--memory", "200MB"],
+    "busy port": ["serve", "--port", "{port}"],
+}
+
+
+@pytest.mark.parametrize("command", QUICK)
+def test_quick_commands_answer_without_torch(command: str) -> None:
+    """Importing torch and transformers takes seconds."""
+    with socket.create_server(("127.0.0.1", 0)) as busy:
+        words = [word.format(port=busy.getsockname()[1]) for word in QUICK[command]]
+        code = (
+            f"import sys; sys.argv[1:] = {words}; from kvsketch.cli import app\n"
+            "try: app()\n"
+            "except SystemExit: print([m for m in ('torch', 'transformers') if m in sys.modules])"
+        )
+        done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.stdout.splitlines()[-1] == "[]", done.stderr
+    assert ("cannot listen on 127.0.0.1" in done.stderr) == (command == "busy port")
 
 
 def test_the_table_of_methods_is_what_their_classes_say() -> None:
@@ -80,6 +109,7 @@ def test_the_version_is_told() -> None:
 
 def test_default_model_is_the_catalogue_default() -> None:
     assert DEFAULT_MODEL == models.DEFAULT_MODEL
+    assert COMPARED_MODEL in models.CATALOG
 
 
 def test_methods_lists_every_method() -> None:
@@ -138,13 +168,35 @@ for method in ("rehearse:budget=36", "h2o:budget=36", "quest:budget=36"):
 
 @pytest.mark.parametrize(
     ("version", "warned"),
-    [("5.14.9", True), ("5.15.0", False), ("5.22.9", False), ("5.23.0", True), ("6.0.0", True), (None, False)],
+    [("5.14.9", True), ("5.15.0", False), ("5.23.9", False), ("5.24.0", True), ("6.0.0", True), (None, False)],
 )
 def test_versions_outside_the_tested_range_are_named(version: str | None, warned: bool) -> None:
     warning = environment.untested("transformers", version)
     assert (warning is not None) is warned
     if warned:
         assert warning is not None and str(version) in warning and "5.15.0" in warning
+
+
+def test_a_warning_of_ours_is_one_line_of_a_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not a path and a line of source; another package's are as they are."""
+    monkeypatch.setattr(warnings, "formatwarning", warnings.formatwarning)
+    monkeypatch.setattr(sys, "argv", ["kvsketch", "--version"])
+    with pytest.raises(SystemExit):
+        main()
+    ours = warnings.formatwarning("kvsketch: an old\nrelease", UserWarning, environment.__file__, 3, "cache = 1")
+    assert ours == "warning: an old release\n"
+    assert "/other.py:3: UserWarning: old" in warnings.formatwarning("old", UserWarning, "/other.py", 3, "cache = 1")
+
+
+def test_what_is_required_is_what_was_tested() -> None:
+    """The oldest release that pip may install is the oldest on which the tests passed; below the next major one."""
+    wanted = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]["dependencies"]
+    for requirement in map(Requirement, wanted):
+        if requirement.name in environment.TESTED:
+            oldest, newest = map(Version, environment.TESTED[requirement.name])
+            bounds = {each.operator: Version(each.version) for each in requirement.specifier}
+            assert (*bounds[">="].release, 0)[:3] == oldest.release
+            assert bounds["<"].release == (newest.major + 1,)
 
 
 def test_env_says_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -155,9 +207,10 @@ def test_env_says_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result := environment.describe()).cpu_threads == 3 and result.gpus == ["a GPU"]
     assert result.kernels == ("Triton" if result.versions["triton"] else "torch reference: Triton cannot be imported")
     monkeypatch.setattr(environment, "gpu_names", list)
-    monkeypatch.setenv("CC", "/opt/bin/cc")
+    monkeypatch.setattr(environment, "programs", lambda: Programs(ctypes.CDLL(None), "/opt/bin/cc"))
     assert environment.describe().kernels == "C, compiled by /opt/bin/cc"
-    monkeypatch.delenv("CC")
+    monkeypatch.setattr(environment, "programs", programs.__wrapped__)
+    monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", "")
     assert environment.describe().kernels == "torch reference: no GPU, and no C compiler (cc, gcc, clang)"
     monkeypatch.setenv("KVSKETCH_KERNELS", "reference")
@@ -169,6 +222,24 @@ def test_env_says_which_kernels_run(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_env_warns_on_standard_error(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(environment.TESTED, "transformers", ("1.0", "1.1"))
     assert "outside the tested range 1.0 to 1.1" in run("env").stderr
+
+
+def test_the_first_cache_warns_of_untested_versions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once, at the line that made it; importing kvsketch says nothing."""
+    from transformers import LlamaConfig
+
+    config = LlamaConfig(num_hidden_layers=1, hidden_size=16, num_attention_heads=2, num_key_value_heads=2)
+    monkeypatch.setitem(environment.TESTED, "transformers", ("1.0", "1.1"))
+    environment.warn_of_untested.cache_clear()
+    try:
+        with pytest.warns(UserWarning, match=r"transformers .* is outside the tested range 1.0 to 1.1") as told:
+            [kvsketch.CompressedCache(config, "full") for _ in range(3)]
+        assert [Path(each.filename) for each in told] == [Path(__file__)]
+    finally:
+        environment.warn_of_untested.cache_clear()
+    code = "from kvsketch import environment; environment.TESTED['torch'] = ('1.0', '1.1'); from kvsketch import *"
+    imported = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert "tested range" not in imported.stderr
 
 
 def test_generate_gives_the_models_own_text_with_the_full_cache(folder: str) -> None:
@@ -299,11 +370,40 @@ def test_fit_writes_the_maps_of_a_model_once(folder: str, tmp_path: Path, monkey
     model, _ = models.load(folder, device="cpu")
     assert isinstance(method := kvsketch.CompressedCache(model, "rehearse:replay=learned").method, Rehearse)
     assert method.learned is not None and len(method.learned.queries) == model.config.num_hidden_layers
+    assert not list((tmp_path / "home" / "maps").glob("*.part"))
+    none = run(*options, "--bases-only", "--again")
+    assert none.exit_code == 2 and "heads whose size is a multiple of 16" in one_line(none.output)
     short = run(*options[:3], str(tmp_path / "texts" / "a.txt"), "--tokens", "256", "--length", "512", "--again")
     assert short.exit_code == 0, short.output
     (tmp_path / "b.txt").write_text("too short")
     refused = run("fit", folder, "--text", str(tmp_path / "b.txt"), "--again")
     assert refused.exit_code == 2 and "none with 256 tokens or more" in one_line(refused.output)
+
+
+def test_fit_learns_directions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, out = save_tiny_model(tmp_path / "model", heads=2), tmp_path / "bases.safetensors"
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "a.txt").write_text(" ".join(f"{number} cats sat." for number in range(200)))
+    options = [
+        "fit",
+        str(folder),
+        "--text",
+        str(tmp_path / "a.txt"),
+        "--tokens",
+        "256",
+        "--length",
+        "256",
+        "--bases-only",
+    ]
+    alone, named = run(*options), run(*options, "--out", str(out))
+    assert "use basis=learned" in one_line(alone.stdout) and "basis=learned looks for it at" in one_line(named.stdout)
+    model, _ = models.load(str(folder), device="cpu")
+    bases = kvsketch.CompressedCache(model, "full:bits=2:basis=learned").method.bases
+    layers = range(model.config.num_hidden_layers)
+    assert bases is not None and [*bases.keys] == [*bases.values] == [*layers]
+    parts = ("directions", "deviation", "shares")
+    wanted = {f"{kind}.{layer}.{part}" for kind in ("keys", "values") for layer in layers for part in parts}
+    assert set(safetensors.torch.load_file(out)) == wanted
 
 
 def test_a_prompt_beyond_the_positions_is_refused(folder: str) -> None:
@@ -346,7 +446,7 @@ MISTAKES = {
     "option of all": (["--nope"], "--nope"),
     "number": (["demo", "--tokens=many"], "'many'; see `root demo --help`"),
     "argument": (["env", "extra"], "extra"),
-    "range": (["demo", "--depth", "2"], "not '2'; see"),
+    "range": (["demo", "--tokens", "2"], "not '2'; see"),
     "records": (
         ["recommend", "--model", "x", "--context", "1", "--memory", "1B", "--records", "no"],
         "no folder",
@@ -369,7 +469,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(mistake: str, folder: str) -> N
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\x89PNG\xff", "is not UTF-8 text"), (b"a\0b", "is not UTF-8 text"), (b" \n", "is empty")],
+    [(b"\x89PNG\xff", "is not text in UTF-8"), (b"a\0b", "is not text in UTF-8"), (b" \n", "is empty")],
 )
 def test_a_file_that_is_no_text_is_named(content: bytes, message: str, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"
@@ -431,7 +531,7 @@ def test_without_the_laboratory_its_commands_say_how_to_get_it(name: str, monkey
     monkeypatch.setattr(sys, "meta_path", [f for f in sys.meta_path if "editable" not in type(f).__name__.lower()])
     told = CliRunner().invoke(app, [name, "--help"])
     assert told.exit_code == 2 and told.output.count("\n") == 1
-    assert f"kvsketch {name} needs the laboratory: pip install 'kvsketch[lab]'" in told.output
+    assert f"kvsketch {name} needs kvsketch-lab: pip install 'kvsketch[lab]'" in told.output
     assert f" {name} " in CliRunner().invoke(app, ["--help"]).output
 
 

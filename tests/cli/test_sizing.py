@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 
 from kvsketch import CompressedCache, advice, sizing
 from kvsketch.cli import app
+from kvsketch.models import CATALOG
 
 METHODS = ["full", "full:bits=4", "rehearse:budget=50%", "snapkv:budget=64"]
 
@@ -79,7 +80,8 @@ def test_the_command_sizes_a_config_file(tmp_path: Path) -> None:
     assert done.exit_code == 0, done.output
     plans = {plan["method"]: plan for plan in json.loads(done.stdout)["plans"]}
     assert plans["full"]["users_that_fit"] == 0 and plans["rehearse:budget=20%:replay=exact"]["users_that_fit"] > 5
-    assert "does not fit" in CliRunner().invoke(app, line).output
+    said = CliRunner().invoke(app, line).output
+    assert "does not fit" in said and "1 user of 100,000 tokens each" in said and "document and 1 user;" in said
 
 
 @pytest.mark.parametrize(
@@ -90,9 +92,39 @@ def test_the_command_sizes_a_config_file(tmp_path: Path) -> None:
         (["--gpu", "gtx"], "use a size such as 24GB, or t4, l4"),
         (["--gpu", "24GB", "--users", "0"], "--users 0 is not possible"),
         (["--gpu", "24GB", "--document", "100"], "--document 100 is not possible; use 0 to 99 tokens"),
-        (["--gpu", "24GB"], "--model nothing is no config.json"),
+        (
+            ["--gpu", "24GB"],
+            "--model nothing is no config.json, no folder with one, no hub name and none of smollm2-135m",
+        ),
     ],
 )
 def test_a_mistake_is_one_line(options: list[str], said: str) -> None:
     done = CliRunner().invoke(app, ["recommend", "--model", "nothing", "--context", "100", *options])
     assert done.exit_code == 2 and said in done.output
+
+
+@pytest.mark.parametrize("name", ["qwen2.5-coder-1.5b", "Qwen/Qwen2.5-Coder-1.5B-Instruct", "gemma3-270m"])
+def test_a_built_in_model_is_sized_by_its_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is on this machine, and nothing is fetched."""
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
+    config, weights = sizing.shape_of(name)
+    card = next(each for each in CATALOG.values() if name in (each.name, each.hub_repo))
+    short, long = (sizing.sizes_of(config, tokens).full for tokens in (1000, 2000))
+    assert (long - short) == 1000 * card.kv_bytes_per_token and weights == 2 * card.parameters
+
+
+def test_of_a_hub_name_only_the_config_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def fetched(name: str, **options: bool) -> LlamaConfig:
+        asked.append(name)
+        assert options == {"trust_remote_code": False}
+        if name == "org/nothing":
+            raise OSError("no network")
+        return eight_billion()
+
+    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fetched)
+    config, weights = sizing.shape_of("org/model")
+    assert asked == ["org/model"] and config.num_hidden_layers == 32 and 15e9 < weights < 17e9
+    with pytest.raises(ValueError, match=r"config.json of --model org/nothing could not be fetched .*no network"):
+        sizing.shape_of("org/nothing")

@@ -70,7 +70,7 @@ def test_new_method_word_by_word(outside: Path) -> None:
     assert "\nkeynorm " in CliRunner().invoke(app, ["methods"]).stdout
 
 
-@pytest.mark.parametrize("name", ["quickstart", "few_bits", "rehearse", "shared_heads", "agents"])
+@pytest.mark.parametrize("name", ["quickstart", "quantisation", "rehearse", "shared_heads", "agents"])
 def test_the_code_of_a_page_runs(name: str, outside: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     page = (DOCS / f"{name}.md").read_text(encoding="utf-8")
     indented = [textwrap.dedent(block) for block in re.findall(r"(?:^    .*\n)+", page, re.MULTILINE)]
@@ -109,7 +109,7 @@ def test_a_class_that_no_file_can_name_is_not_saved(tmp_path: Path) -> None:
     model = zoo.build("llama")
     cache = kvsketch.CompressedCache(model, Local())
     model.generate(zoo.tokens(1, 8), past_key_values=cache, max_new_tokens=2, do_sample=False)
-    with pytest.raises(ValueError, match=r"no reader of a file would find .*Local.*top of a module"):
+    with pytest.raises(ValueError, match=r"a saved file could not find the method .*Local.*top of a module"):
         cache.save(tmp_path / "local.kvs")
 
 

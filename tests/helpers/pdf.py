@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import random
 
 import psutil
 from pypdf import PdfWriter
@@ -12,14 +13,21 @@ from pypdf.generic import DictionaryObject, NameObject, StreamObject
 LINE = b"10 10 Td (The harbour is deep) Tj\n"
 
 
-def pdf(pages: int = 1, lines: int = 1, blanks: int = 0) -> bytes:
-    """A PDF whose pages all show one compressed stream of `lines` text operators and some blanks."""
+def pdf(pages: int = 1, lines: int = 1, blanks: int = 0, picture: int = 0) -> bytes:
+    """A PDF whose pages all show one compressed stream of `lines` text operators and some blanks.
+
+    `picture`: bytes of a stream that no page shows and nothing makes smaller.
+    """
     writer, file, content = PdfWriter(), io.BytesIO(), StreamObject()
     content.set_data(b"BT /F 12 Tf\n" + LINE * lines + b" " * blanks + b"ET")
     stream = writer._add_object(content.flate_encode())
     face = {"/Type": "/Font", "/Subtype": "/Type1", "/BaseFont": "/Helvetica"}
     font = DictionaryObject({NameObject(key): NameObject(value) for key, value in face.items()})
     fonts = DictionaryObject({NameObject("/F"): writer._add_object(font)})
+    if picture:
+        noise = StreamObject()
+        noise.set_data(random.Random(0).randbytes(picture))
+        writer._add_object(noise)
     for _ in range(pages):
         page = writer.add_blank_page(200, 200)
         page[NameObject("/Resources")] = DictionaryObject({NameObject("/Font"): fonts})
@@ -29,10 +37,10 @@ def pdf(pages: int = 1, lines: int = 1, blanks: int = 0) -> bytes:
 
 
 def readers() -> list[psutil.Process]:
-    """The processes of `serve/pdf.py` that this one has started."""
+    """The processes of `serve/convert.py` that this one has started."""
     result = []
     for each in psutil.Process().children():
         with contextlib.suppress(psutil.Error):
-            if "pdf.py" in " ".join(each.cmdline()):
+            if "convert.py" in " ".join(each.cmdline()):
                 result.append(each)
     return result

@@ -48,7 +48,7 @@ def converse(model: Any, method: str) -> dict[str, Any]:
         "kept": [
             [sorted(n for n in head if n >= 0) for row in t.index_slots().tolist() for head in row] for t in tables
         ],
-        "heads": [list(range(table.first_head, table.first_head + table.shape[1])) for table in tables],
+        "heads": [list(range(table.context.first_head, table.context.first_head + table.shape[1])) for table in tables],
         "tokens_stored": cache.tokens_stored,
         "bytes": cache.device_bytes + cache.host_bytes,
     }

@@ -11,7 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 END = "<end>"
 
 
-def save_tiny_model(folder: Path) -> Path:
+def save_tiny_model(folder: Path, heads: int = 4) -> Path:
     alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
     vocabulary = {symbol: index for index, symbol in enumerate([END, *alphabet])}
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
@@ -24,8 +24,8 @@ def save_tiny_model(folder: Path) -> Path:
         hidden_size=32,
         intermediate_size=64,
         num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        num_attention_heads=heads,
+        num_key_value_heads=heads // 2,
         max_position_embeddings=4096,
         bos_token_id=None,
         eos_token_id=0,

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import io
 import os
 import shutil
 from pathlib import Path
+from typing import Any
 
 import gguf
 import pytest
 import torch
+from rich.progress import Progress
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from tokenizers.models import BPE, Unigram
@@ -102,9 +105,9 @@ def conversions(monkeypatch: pytest.MonkeyPatch) -> list[Path]:
     converted: list[Path] = []
     original = convert._write_converted
 
-    def recorded(source: Path, folder: Path) -> None:
+    def recorded(source: Path, folder: Path, stage: convert.Stage) -> None:
         converted.append(source)
-        original(source, folder)
+        original(source, folder, stage)
 
     monkeypatch.setattr(convert, "_write_converted", recorded)
     return converted
@@ -324,6 +327,43 @@ def test_a_conversion_does_not_write_through_planted_links(file: Path, cache: Pa
         (cache / "converted" / planted).symlink_to(victims)
     folder = models.resolve(file, progress=False)
     assert not list(victims.iterdir()) and not folder.is_symlink()
+
+
+def test_a_log_file_gets_one_line_of_a_conversion_before_anything_is_read(
+    file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said: list[str] = []
+    original = convert._write_converted
+
+    def recorded(*arguments: Any) -> None:
+        said.append(capsys.readouterr().err)
+        original(*arguments)
+
+    monkeypatch.setattr(convert, "_write_converted", recorded)
+    models.resolve(file)
+    assert said == [f"converting {file.name} to safetensors: once, takes seconds to a few minutes\n"]
+    assert capsys.readouterr().err == ""
+
+
+def test_a_terminal_is_told_what_a_conversion_does(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tokenizer alone takes half a minute; each stage is shown when it begins."""
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True  # type: ignore[method-assign]
+    monkeypatch.setattr("sys.stderr", terminal)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    shown: list[str] = []
+    reset = Progress.reset
+
+    def watched(self: Progress, *arguments: Any, **options: Any) -> None:
+        reset(self, *arguments, **options)
+        self.refresh()
+        shown.append(terminal.getvalue())
+
+    monkeypatch.setattr(Progress, "reset", watched)
+    models.resolve(file)
+    for at, stage in enumerate(("reading the tokenizer", "reading the weights", "unpacking the weights", "writing")):
+        assert stage in shown[at] and not any(stage in before for before in shown[:at])
 
 
 def test_a_full_disk_while_converting_is_reported(file: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -11,9 +11,9 @@ from typing import Annotated
 import typer
 
 import kvsketch
-from kvsketch.cli.boundary import OneLineErrors, new_app
+from kvsketch.cli.boundary import OneLineErrors, new_app, plain_warnings
 from kvsketch.cli.chat import chat, read
-from kvsketch.cli.compare import compare, demo
+from kvsketch.cli.compare import compare
 from kvsketch.cli.env import env
 from kvsketch.cli.fit import fit
 from kvsketch.cli.generate import generate
@@ -25,7 +25,7 @@ from kvsketch.cli.serve import serve
 
 __all__ = ["app", "main"]
 
-app = new_app("Keep the KV cache of a long-context language model small, and see what it costs.", cls=OneLineErrors)
+app = new_app("Compress the KV cache of long-context language models, and measure what it costs.", cls=OneLineErrors)
 
 
 def _version(wanted: bool) -> None:
@@ -43,8 +43,8 @@ def root(
     pass
 
 
-app.command()(demo)
-app.command()(compare)
+app.command("demo")(compare)
+app.command("compare")(compare)
 app.command()(methods)
 app.command()(generate)
 app.command()(read)
@@ -61,4 +61,5 @@ def main() -> None:
     """The `kvsketch` command."""
     # Read when torch loads: threads that wait by spinning make a small model ten times slower on a busy machine.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    plain_warnings()
     app()

@@ -13,12 +13,15 @@ from __future__ import annotations
 import itertools
 import os
 import sys
+import warnings
+from pathlib import Path
 from typing import Any
 
 import typer
 from typer.core import TyperGroup
 
 EXPECTED = (ValueError, OSError, ImportError)
+PACKAGE = str(Path(__file__).parents[1])
 # typer brings its own click, or uses the one that is installed; its BadParameter comes from the right one.
 UsageError: Any = typer.BadParameter.__base__
 
@@ -59,6 +62,18 @@ def one_line(error: BaseException) -> str:
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split()) or type(error).__name__
+
+
+def plain_warnings() -> None:
+    """Prints warnings of kvsketch as one line, without a path and a line of source; those of others as they are."""
+    usual = warnings.formatwarning
+
+    def plain(message: Any, category: type[Warning], filename: str, lineno: int, line: str | None = None) -> str:
+        if not filename.startswith(PACKAGE):
+            return usual(message, category, filename, lineno, line)
+        return f"warning: {' '.join(str(message).split()).removeprefix('kvsketch: ')}\n"
+
+    warnings.formatwarning = plain
 
 
 def _refused(error: Any, args: list[str]) -> Exception:

@@ -12,42 +12,48 @@ from typing import Annotated, Any
 
 import typer
 
-from kvsketch.cli.generate import file_text, read_request, require_positions, require_writable
+from kvsketch.cli.generate import files_text, require_positions, require_writable
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption, QuickDtypeOption
 from kvsketch.cli.output import megabytes, remarks
 from kvsketch.defaults import CHUNK, METHOD, SEED, SHORT
+from kvsketch.plural import counted
 
 SAVED = ".kvs"
+KINDS = "PDF, Word, PowerPoint, Excel, EPUB, HTML, Markdown or text files"
 METHOD_HELP = (
-    f"What keeps the cache small; see `kvsketch methods`. Unless given, {METHOD} for a text of {SHORT:,} "
-    "tokens or more, and full for a shorter one."
+    f"Compression method; see `kvsketch methods`. Default: {METHOD} for a text of {SHORT:,} tokens or "
+    "more, full for a shorter one."
 )
-COMMANDS = "/reset forgets the conversation, /cache shows what is held, /quit or Ctrl-D ends; Ctrl-C stops an answer"
+COMMANDS = "/reset clears the conversation, /cache shows the cache, /quit or Ctrl-D ends; Ctrl-C stops an answer"
 
 
 def read(
-    files: Annotated[list[Path], typer.Argument(help="Text, Markdown or PDF (extra pdf) files; - is standard input.")],
-    out: Annotated[Path | None, typer.Option(help="Where the cache goes; the file's name with .kvs.")] = None,
+    files: Annotated[
+        list[Path],
+        typer.Argument(help=f"{KINDS}; or folders. Several files are read as one text. - is standard input."),
+    ],
+    out: Annotated[
+        Path | None, typer.Option(help="File for the cache; default: the document's name with .kvs.")
+    ] = None,
     model: ModelOption = DEFAULT_MODEL,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
-    prefill: Annotated[str, typer.Option(help="exact reads the text whole; stream reads --chunk tokens at a time.")] = (
-        "exact"
-    ),
+    prefill: Annotated[
+        str, typer.Option(help="exact reads the text at once; stream reads --chunk tokens at a time.")
+    ] = ("exact"),
     chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = CHUNK,
     device: DeviceOption = None,
     dtype: QuickDtypeOption = None,
 ) -> None:
-    """Read a document once and keep its small cache in a file.
+    """Read documents once and save the compressed cache.
 
     kvsketch read report.pdf --out report.kvs
 
     kvsketch chat report.kvs
     """
     if out is None:
-        out = Path("document" if str(files[0]) == "-" else files[0].name).with_suffix(SAVED)
+        out = Path("document" if str(files[0]) == "-" else files[0].resolve().name).with_suffix(SAVED)
     require_writable(out, "--out")
-    document = read_request(None, files).prompt
-    talk = Talk.of_text(str(document), model, method, device, dtype, {"prefill": prefill, "chunk": chunk})
+    talk = Talk.of_text(files_text(files), model, method, device, dtype, {"prefill": prefill, "chunk": chunk})
     talk.cache.save(out, {"model": model, "files": ", ".join(map(str, files))})
     talk.tell(f"read in {talk.seconds:.1f} s; saved {out}, {megabytes(out.stat().st_size)}")
     if talk.cache.promise is not None:
@@ -56,43 +62,40 @@ def read(
 
 
 def chat(
-    target: Annotated[
-        str, typer.Argument(help="A saved document (.kvs), a text, Markdown or PDF file, or a model to talk to.")
-    ] = DEFAULT_MODEL,
+    targets: Annotated[
+        list[str] | None,
+        typer.Argument(
+            help=f"Documents or folders ({KINDS}), a saved document (.kvs), or a model to chat with. "
+            f"Default: {DEFAULT_MODEL}.",
+            show_default=False,
+        ),
+    ] = None,
     model: Annotated[
-        str | None, typer.Option(help="The model of a document, where it lies elsewhere or is to be read.")
+        str | None, typer.Option(help="Model for the documents; of a .kvs file only if it has moved.")
     ] = None,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP)] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens of an answer.")] = 512,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = SEED,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = SEED,
     device: DeviceOption = None,
     dtype: QuickDtypeOption = None,
 ) -> None:
-    """Talk to a model, or about a document, in several turns.
+    """Chat with a model, or about documents.
 
     kvsketch chat report.kvs
 
+    kvsketch chat report.pdf minutes.docx notes/
+
     kvsketch chat qwen2.5-coder-0.5b
 
-    /reset forgets the conversation, /cache shows what is held, /quit ends. Questions may come through a pipe, one in
-    a line.
+    Several files are read as one text, with a heading for each.
+
+    /reset clears the conversation, /cache shows the cache, /quit ends. Questions can come through a pipe, one per
+    line.
     """
     import torch
 
-    path = Path(target)
-    if path.suffix == SAVED:
-        if method is not None:
-            raise ValueError(f"{target} was read with a method of its own; leave out --method")
-        talk = Talk.of_file(path, model, device, dtype)
-    elif path.is_file() and path.suffix.lower() != ".gguf":
-        talk = Talk.of_text(file_text(path), model or DEFAULT_MODEL, method, device, dtype, {})
-    else:
-        if path.suffix.lower() in (".txt", ".md", ".pdf"):
-            raise FileNotFoundError(f"there is no file {target}; name a document, or a model (`kvsketch models`)")
-        if model is not None:
-            raise ValueError(f"{target!r} is taken for a model, and --model names another; there is no such file")
-        talk = Talk.of_model(target, method or "full", device, dtype)
+    talk = _talk(targets or [DEFAULT_MODEL], model, method, device, dtype)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
@@ -100,6 +103,40 @@ def chat(
     talk.tell(COMMANDS)
     for question in questions():
         talk.turn(question, options)
+
+
+def _talk(targets: list[str], model: str | None, method: str | None, device: str | None, dtype: str | None) -> Talk:
+    """A conversation about what was named."""
+    from kvsketch.serve.files import DOCUMENTS
+
+    paths = [Path(each) for each in targets]
+    target, path = targets[0], paths[0]
+    if len(paths) > 1 and (saved := [each for each in paths if each.suffix == SAVED]):
+        raise ValueError(
+            f"{saved[0]} is a cache that has not seen the other files, so no question is about both; read them "
+            "together: `kvsketch read FILE FILE --out both.kvs`"
+        )
+    if path.suffix == SAVED:
+        if method is not None:
+            raise ValueError(f"{target} was read with a method of its own; leave out --method")
+        return Talk.of_file(path, model, device, dtype)
+    if all(map(_is_document, paths)):
+        return Talk.of_text(files_text(paths), model or DEFAULT_MODEL, method, device, dtype, {})
+    missing = next(each for each in paths if not _is_document(each))
+    if len(paths) > 1 or missing.suffix.lower() in DOCUMENTS:
+        raise FileNotFoundError(
+            f"there is no file {missing}; name documents or folders of them, or one model (`kvsketch models`)"
+        )
+    if model is not None:
+        raise ValueError(f"{target!r} is taken for a model, and --model names another; there is no such file")
+    return Talk.of_model(target, method or "full", device, dtype)
+
+
+def _is_document(path: Path) -> bool:
+    """Whether it is a file or a folder of files, and no model."""
+    if path.is_dir():
+        return not (path / "config.json").is_file()
+    return path.is_file() and path.suffix.lower() != ".gguf"
 
 
 def questions() -> Iterator[str]:
@@ -183,11 +220,13 @@ class Talk:
         return talk
 
     def turn(self, line: str, options: dict[str, Any]) -> None:
+        from kvsketch.cache.overview import overview
+
         if line == "/reset":
             self.cache = self.begin()
             self.tell("the conversation is forgotten")
         elif line == "/cache":
-            self.tell(f"{_held(self.model, self.cache)}\n{self.cache.describe()}")
+            self.tell("\n".join(f"{name:14} {fact}" for name, fact in overview(self.cache).items()))
         elif line.startswith("/"):
             self.tell(f"there is no {line.split()[0]}; {COMMANDS}")
         else:
@@ -216,7 +255,7 @@ class Talk:
         seconds = time.perf_counter() - (stream.began or start)
         rate = f", {(len(new) - 1) / seconds:.1f} tokens/s" if len(new) > 1 and seconds > 0 else ""
         first = f"first token after {stream.began - start:.1f} s" if stream.began else "nothing"
-        held = f"{self.cache.tokens_seen:,} tokens seen, {megabytes(self.cache.device_bytes)} held"
+        held = f"{counted(self.cache.tokens_seen, 'token')} seen, {megabytes(self.cache.device_bytes)} held"
         # An answer that is stopped before it begins has none.
         unsure = f"; doubt {self.cache.doubt()[0]:.2f}" if self.cache.watched is not None else ""
         self.tell(f"{first}{rate}; {held}{unsure}")
@@ -230,7 +269,7 @@ def _held(model: Any, cache: Any) -> str:
 
     held, full = cache.device_bytes + cache.host_bytes, full_cache_bytes(model, cache.tokens_seen)
     share = f", {held / full:.0%} of the full cache's {megabytes(full)}" if full else ""
-    return f"{cache.tokens_seen:,} tokens read with {cache.method}; cache {megabytes(held)}{share}"
+    return f"{counted(cache.tokens_seen, 'token')} read with {cache.method}; cache {megabytes(held)}{share}"
 
 
 @contextlib.contextmanager

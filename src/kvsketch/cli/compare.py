@@ -1,315 +1,398 @@
-"""kvsketch compare and demo: every method answers a question about a text; a table and a picture.
+"""kvsketch demo and compare, one command: a text is compressed by every method, then all answer the same questions.
 
-`demo` first asks ten questions about a text, from the full cache and from 1/8 of its bytes, and counts right answers.
-Then it is `compare` with a passkey in that text, at equal bytes; an answer is right if it has the passkey.
+Without --question, ten codes are hidden in the text and each is asked for; an answer is right if it has the code. With
+--question, an answer counts if it is that of the full cache. It prints the answers of the full cache and of one small
+one side by side, then a table of all methods, and draws a picture of that table.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import itertools
 import json
-from collections.abc import Callable, Iterable, Sequence
+import os
+import shutil
+import sys
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, TypeVar
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from kvsketch.byte_sizes import parsed
 from kvsketch.cli.generate import file_text, require_positions
-from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, DtypeOption, JsonOption, ModelOption
+from kvsketch.cli.options import COMPARED_MODEL, DeviceOption, JsonOption, ModelOption, QuickDtypeOption
 from kvsketch.cli.output import megabytes, print_json, remarks, results
+from kvsketch.plural import counted
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from kvsketch.compare.questions import Answered, Contender, Question
 
-    from kvsketch.compare.answers import Compared
-    from kvsketch.compare.questions import Answered
-    from kvsketch.methods import Method
-
-ANSWER_WIDTH = 96
-OPENING = "The pass key is"  # of the answer to the demo's question
-MOST = 10  # tokens of it
-ASKED = ("full", "rehearse:budget=1/8")  # of the ten questions
+TOKENS = 1200  # of a text with hidden codes, unless told otherwise
 CHAT = 100  # tokens that a chat template, a question and its answer take at most
-LEFT = ("method", "answer")  # columns of text; the others are numbers
-COLUMNS: dict[str, Callable[[Compared], str]] = {
-    "method": lambda row: row.method,
-    "stored": lambda row: f"{row.tokens_stored:,}",
-    "cache": lambda row: (
-        megabytes(row.device_bytes) + (f" + {megabytes(row.host_bytes)} host" if row.host_bytes else "")
-    ),
-    "seconds": lambda row: f"{row.seconds:.1f}",
-    "ms/token": lambda row: f"{row.milliseconds_per_token:.0f}",
-    "agreement": lambda row: f"[{'green' if row.right else 'red'}]{row.agreement:.0%}[/]",
-    "divergence": lambda row: f"{row.divergence:.4f}",
-    "answer": lambda row: escape(_shortened(row.answer, ANSWER_WIDTH)),
+CODE_TOKENS = 6  # of an answer that is a code of five digits
+ENOUGH = 0.8  # share of right answers below which the model itself is too small for the questions
+SHOWN = "rehearse"  # the method whose answers stand beside the full cache's
+CODE_QUESTION = "What is the code of the {door} door?"
+ASKING = " Answer with the number."
+OPENING = "The code of the {door} door is"
+FRACTIONS = {
+    1 / 2: "half", 1 / 3: "a third", 1 / 4: "a quarter", 1 / 5: "a fifth", 1 / 6: "a sixth", 1 / 8: "an eighth",
+    1 / 10: "a tenth", 1 / 12: "a twelfth", 1 / 16: "a sixteenth", 1 / 32: "a thirty-second",
+}  # fmt: skip
+COLUMNS: dict[str, Callable[[Answered], str]] = {
+    "method": lambda row: escape(row.method),
+    "right": lambda row: "-" if row.refused else str(row.count),
+    "cache": lambda row: "-" if row.refused else megabytes(row.bytes),
+    "of bf16": lambda row: "-" if row.refused else f"{row.share:.1%}",
+    "stored": lambda row: "-" if row.refused else stored(row),
+    "same words": lambda row: "-" if row.refused else f"{row.agreement:.0%}",
+    "seconds": lambda row: "-" if row.refused else f"{row.seconds:.1f}",
+    "": lambda row: escape(note(row)),
 }
-MethodsOption = Annotated[str, typer.Option(help="Methods, comma-separated text forms, or all.")]
-BudgetsOption = Annotated[str, typer.Option(help="Budgets, comma-separated: 1/4, 25% or 512.")]
-
-Row = TypeVar("Row")
+LEFT = ("method", "")  # columns of text; the others are numbers
+WIDE = 100  # columns of a terminal from which on all of them are shown
+EXTRA = ("stored", "seconds")
 
 
 def compare(
-    file: Annotated[Path, typer.Option(help="A text file, UTF-8.")],
-    question: Annotated[str, typer.Option(help="What to ask about it.")],
-    model: ModelOption = DEFAULT_MODEL,
-    budgets: BudgetsOption = "1/4,1/8",
-    memory: Annotated[
-        str | None, typer.Option(help="Such as 200MB, in place of --budgets: each method has what fits.")
-    ] = None,
-    methods: MethodsOption = "all",
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Tokens of an answer at most.")] = 32,
-    out: Annotated[Path, typer.Option(help="Folder for compare.json and compare.png.")] = Path("build/compare"),
-    device: DeviceOption = None,
-    dtype: DtypeOption = None,
-    as_json: JsonOption = False,
-) -> None:
-    """Ask one question about a file through every cache, beside the full one."""
-    text = file_text(file)
-    if not question.strip():
-        raise ValueError("--question is empty; ask something about the file")
-
-    from kvsketch import models
-    from kvsketch.cache.memory import parsed
-    from kvsketch.compare.budgets import compared
-
-    room = None if memory is None else parsed(memory)
-    chosen = compared(methods, budgets)
-    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
-    ids = models.encode_chat(tokenizer, f"{text}\n\n{question}")["input_ids"].to(loaded.device)
-    require_positions(model, loaded, None, ids.shape[1] + max_new_tokens)
-    out.mkdir(parents=True, exist_ok=True)
-    refused: list[str] = []
-    if room is not None:
-        chosen = [chosen[0], *_fitting(loaded, methods, room, ids.shape[1] + max_new_tokens, refused)]
-        if len(chosen) == 1:
-            raise ValueError(f"no method fits into --memory {memory}. {refused[-1]}")
-    record = {
-        "model": model,
-        "file": file.name,
-        "question": question,
-        "prompt_tokens": ids.shape[1],
-        "refused": refused,
-    }
-    title = f"{model}, {file.name}, prompt of {ids.shape[1]:,} tokens: {_shortened(question, 80)}"
-    rows = _rows(loaded, tokenizer, ids, chosen, refused, most=max_new_tokens)
-    _show("compare", title, record, rows, summary(rows), out, as_json, marks=("same answer", "another answer"))
-
-
-def demo(
+    context: typer.Context,
     file: Annotated[
         Path | None,
-        typer.Argument(help="A text of yours (UTF-8, Markdown or PDF), - for standard input; else a speech."),
+        typer.Argument(help="A text, Markdown or PDF file, - for standard input. Default: a speech."),
     ] = None,
-    model: ModelOption = DEFAULT_MODEL,
-    tokens: Annotated[int, typer.Option(min=200, help="Length of the prompt; a longer file is cut.")] = 2000,
-    depth: Annotated[float, typer.Option(min=0.0, max=1.0, help="Where the passkey hides: 0 start, 1 end.")] = 0.5,
-    budgets: BudgetsOption = "1/8",
-    budgets_in: Annotated[str, typer.Option(help="What a budget is a share of: bytes or tokens.")] = "bytes",
-    methods: MethodsOption = "all",
-    seed: Annotated[int, typer.Option(help="Chooses the speech, the codes and the passkey.")] = 1,
-    questions: Annotated[bool, typer.Option(help="Ask the ten questions first.")] = True,
-    out: Annotated[Path | None, typer.Option(help="Folder for demo.json and demo.png.")] = None,
+    named: Annotated[Path | None, typer.Option("--file", help="The same as FILE.", show_default=False)] = None,
+    question: Annotated[
+        list[str] | None,
+        typer.Option(help="Question about FILE; can be repeated. Default: ten codes are hidden in the text."),
+    ] = None,
+    model: ModelOption = COMPARED_MODEL,
+    tokens: Annotated[
+        int | None,
+        typer.Option(min=200, help=f"A longer text is cut. Default: {TOKENS:,}, or with --question the whole file."),
+    ] = None,
+    budgets: Annotated[str, typer.Option(help="Budgets, separated by commas: 1/8, 25% or 512.")] = "1/8",
+    budgets_in: Annotated[str, typer.Option(help="Unit of budgets: bytes of a 16-bit cache, or tokens.")] = "bytes",
+    memory: Annotated[
+        str | None,
+        typer.Option(help="Memory such as 20MB, instead of --budgets: each method gets the largest budget that fits."),
+    ] = None,
+    methods: Annotated[
+        str,
+        typer.Option(help="Methods, separated by commas, or all: every method, in 4 bits if it drops tokens."),
+    ] = "all",
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer to --question.")] = 32,
+    seed: Annotated[int, typer.Option(help="Seed for the speech and the codes.")] = 1,
+    out: Annotated[
+        Path | None, typer.Option(help="Folder for the record and the picture. Default: build/demo or build/compare.")
+    ] = None,
     device: DeviceOption = None,
-    dtype: DtypeOption = None,
+    dtype: QuickDtypeOption = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Ask ten questions about a text, with all of the cache and an eighth of it; then see what every method finds."""
+    """Ask every method the same questions about a text, after compression: right answers against memory.
+
+    kvsketch demo
+
+    kvsketch compare report.pdf --question "Who is the director?"
+    """
     if budgets_in not in ("bytes", "tokens"):
         raise ValueError(f"--budgets-in {budgets_in} is not possible; use bytes or tokens")
+    if file is not None and named is not None:
+        raise ValueError(f"{file} and --file {named} are two files; name one")
+    file = file or named
+    if question and file is None:
+        raise ValueError("--question asks about a file of yours; name one")
+    if question and not all(each.strip() for each in question):
+        raise ValueError("--question is empty; ask something about the file")
     text = "" if file is None else file_text(file)
 
-    import torch
+    from kvsketch.cli.watching import load_quick
 
-    from kvsketch import models
-    from kvsketch.compare.budgets import compared
-    from kvsketch.models import texts
+    room = None if memory is None else parsed(memory)
+    chosen = contenders(methods, budgets, budgets_in)
+    loaded, tokenizer = load_quick(model, dtype, device)
+    text, asked = _subject(tokenizer, text, question or [], tokens, seed)
+    most = max_new_tokens if question else CODE_TOKENS
+    length = len(tokenizer(text).input_ids)
+    require_positions(model, loaded, None, length + CHAT + most)
+    if room is not None:
+        chosen = [_fitting(loaded, each, room, length + CHAT) for each in chosen]
+    command = context.info_name or "compare"
+    out = out or Path("build") / command
+    out.mkdir(parents=True, exist_ok=True)
 
-    chosen = compared(methods, budgets)
-    loaded, tokenizer = models.load(model, dtype=dtype, device=device)
-    require_positions(model, loaded, None, tokens)
-    if out is not None:
-        out.mkdir(parents=True, exist_ok=True)
-    name = "a speech" if file is None else file.name
-    asked = _ten_questions(loaded, tokenizer, tokens, seed, text) if questions else []
-    if asked and not as_json:
-        _show_questions(asked, f"Ten questions about {name}, {asked[0].tokens_seen:,} tokens, with {model}")
-    document = texts.passkey_document(tokenizer, tokens=tokens, depth=depth, seed=seed, text=text)
-    opening = tokenizer(OPENING, add_special_tokens=False, return_tensors="pt")["input_ids"]
-    ids = torch.cat([document.input_ids, opening], 1).to(loaded.device)
-    refused: list[str] = []
-    record = {
-        "model": model, "file": name, "questions": [dataclasses.asdict(each) for each in asked],
-        "prompt_tokens": document.input_ids.shape[1], "depth": depth, "seed": seed, "passkey": document.passkey,
-        "budgets_in": budgets_in, "refused": refused,
-    }  # fmt: skip
-    title = (
-        f"Every method: one passkey, {document.passkey}, at depth {depth:g} of {ids.shape[1]:,} tokens, with {model}"
-    )
-    rows = _rows(loaded, tokenizer, ids, chosen, refused, passkey=document.passkey, unit=budgets_in, most=MOST)
-    notes = [*summary(rows, document.passkey), *_shares(loaded, budgets_in)]
-    _show("demo", title, record, rows, notes, out, as_json)
-
-
-def _ten_questions(model: Any, tokenizer: Any, tokens: int, seed: int, text: str) -> list[Answered]:
-    """The answers of the full cache, and of an eighth of its bytes."""
     from kvsketch.compare.questions import ask_all
+
+    rows = ask_all(loaded, tokenizer, text, asked, chosen, most)
+    labels = ["full", *map(str, chosen)]
+    first = _with_progress(itertools.islice(rows, 2), labels, 0)
+    name = "a speech" if file is None else file.name
+    report = Report(command, model, name, asked, first, dtype=str(loaded.dtype).removeprefix("torch."))
+    if not as_json:
+        report.show_answers()
+    report.rows += _with_progress(rows, labels, len(first))
+    report.finish(out, {"budgets_in": budgets_in, "seed": seed, "memory": memory}, as_json)
+
+
+def contenders(methods: str, budgets: str, unit: str) -> list[Contender]:
+    """What is compared with the full cache, the method that is shown beside it first.
+
+    All methods are in 4 bits, as rehearse is: at equal bytes each holds as many tokens as it can. Recall methods, which
+    keep every token, are as they are, and their budget is the share of tokens that a step reads. A budget in the text
+    of a method is one of tokens, as everywhere.
+    """
+    from kvsketch.compare import budgets as known
+    from kvsketch.compare.questions import Contender
+    from kvsketch.methods import parse_method
+
+    def is_recall(method: str) -> bool:
+        return parse_method(method).family == "recall"
+
+    texts = [text.strip() for text in methods.split(",") if text.strip()]
+    if texts in ([], ["all"]):
+        texts = [text if text == SHOWN or is_recall(text) else f"{text}:bits=4" for text in known.ALL]
+    result = [
+        Contender(method, budget, "tokens" if known.split(text)[1] or is_recall(method) else unit)
+        for text in texts
+        for method, budget in known.contenders(text, budgets)
+    ]
+    result = list(dict.fromkeys(each for each in result if each.method != "full"))
+    if not result:
+        raise ValueError(f"--methods {methods} names nothing to compare with the full cache; use for instance all")
+    return sorted(result, key=lambda each: each.method.partition(":")[0] != SHOWN)
+
+
+def _fitting(model: Any, contender: Contender, room: int, tokens: int) -> Contender:
+    """The method with the budget that fits into `room` bytes; as it is where none does, which its row then says."""
+    from kvsketch import CompressedCache
+    from kvsketch.compare.budgets import split
+
+    try:
+        fitted = CompressedCache(model, contender.method, memory=room, context=tokens).method
+    except ValueError as error:
+        return dataclasses.replace(contender, budget="", refused=str(error))
+    method, budget = split(str(fitted))
+    return dataclasses.replace(contender, method=method, budget=budget, unit="tokens")
+
+
+def _subject(
+    tokenizer: Any, text: str, questions: Sequence[str], tokens: int | None, seed: int
+) -> tuple[str, list[Question]]:
+    """The text, and what is asked about it: the given questions, or codes that are hidden in it."""
+    from kvsketch.compare.questions import Question
     from kvsketch.models import texts
 
+    if questions:
+        return _cut(tokenizer, text, tokens), [Question(each) for each in questions]
+    tokens = tokens or TOKENS
     try:
         hidden = texts.codes_document(tokenizer, tokens - CHAT, seed, text)
     except ValueError as error:
-        told = f"--tokens {tokens} less {CHAT} for a question: {error}, or --no-questions"
-        raise ValueError(told) from None
-    return _with_progress(ask_all(model, tokenizer, hidden.text, hidden.codes, ASKED), ASKED)
+        raise ValueError(f"--tokens {tokens} less {CHAT} for a question: {error}") from None
+    asked = [
+        Question(CODE_QUESTION.format(door=door) + ASKING, OPENING.format(door=door), code)
+        for door, code in hidden.codes.items()
+    ]
+    return hidden.text, asked
 
 
-def _show_questions(asked: Sequence[Answered], title: str) -> None:
-    """How many answers are right, and which are wrong."""
-    table = Table(box=None, header_style="bold", pad_edge=False, title=escape(title), title_justify="left")
-    for column in ("method", "right", "wrong", "cache", "of bf16"):
-        table.add_column(column, justify="left" if column == "method" else "right")
-    for each in asked:
-        wrong = len(each.wrong)
-        right = len(each.answers) - wrong
-        table.add_row(each.method, str(right), str(wrong), megabytes(each.device_bytes), f"{each.share:.0%}")
-    results().print(table)
-    lines = ["ten codes were hidden in the text; each was asked for after the text had been compressed"]
-    lines += [f"wrong, {each.method}: {', '.join(each.wrong)} door" for each in asked if each.wrong]
-    for line in lines:
-        results().print(line, markup=False)
-    results().print()
+def _cut(tokenizer: Any, text: str, tokens: int | None) -> str:
+    ids = tokenizer(text, add_special_tokens=False).input_ids
+    return text if tokens is None or len(ids) <= tokens else str(tokenizer.decode(ids[:tokens]))
 
 
-def _shares(model: Any, budgets_in: str) -> list[str]:
-    """What budgets are shares of, where the table does not show it."""
-    lines = ["recall methods (quest, clusterkv, infinigen) keep every token; a step reads the budget's share of them"]
-    if budgets_in == "bytes" and model.dtype.itemsize > 2:
-        lines.append("shares are of a bfloat16 cache; in float32, as here, methods without few bits take twice as much")
-    return lines
+def stored(row: Answered) -> str:
+    """Tokens of a head, and whether those are all."""
+    return f"{'all ' if row.tokens_per_head >= row.tokens_seen else ''}{row.tokens_per_head:,}"
 
 
-def _rows(
-    model: Any, tokenizer: Any, ids: Tensor, chosen: Sequence[Method], refused: list[str], **options: Any
-) -> list[Compared]:
-    """A row for each method; one that refuses this prompt is named and left out."""
-    from kvsketch.compare.answers import answers
-
-    rows = _with_progress(answers(model, tokenizer, ids, chosen, refused=refused, **options), chosen)
-    for line in refused:
-        remarks().print(f"left out: {line}", markup=False)
-    return rows
+def note(row: Answered) -> str:
+    """What a row has to say about its memory."""
+    if row.refused:
+        return row.refused.partition(": ")[2].partition(";")[0] or row.refused
+    return "reads a part" if row.family == "recall" else ""
 
 
-def _fitting(model: Any, methods: str, room: int, tokens: int, refused: list[str]) -> list[Method]:
-    """The methods with the budgets that fit into `room` bytes; what does not fit goes to `refused`, in words."""
-    from kvsketch import CompressedCache
-    from kvsketch.compare.budgets import contenders
-
-    result = []
-    for name in dict.fromkeys(method for method, _ in contenders(methods, "1/2")):
-        try:
-            result.append(CompressedCache(model, name, memory=room, context=tokens).method)
-        except ValueError as error:
-            refused.append(str(error))
-    return result
+def this_command() -> str:
+    """How to call this program in the terminal that it was called from."""
+    own = Path(sys.argv[0])
+    if own.name != "kvsketch" or shutil.which("kvsketch"):
+        return "kvsketch"
+    # In an environment that is not activated, as after `make demo`.
+    return os.path.relpath(own) if own.is_relative_to(Path.cwd()) else str(own)
 
 
-def summary(rows: Sequence[Compared], passkey: str = "") -> list[str]:
-    """Which caches gave the right answer, and the smallest of them; the first row is the full cache."""
-    full, compressed = rows[0], rows[1:]
-    lines = ["agreement: words in common with the full cache's answer; divergence: KL in nats from its next tokens"]
-    if passkey and not full.right:
-        return [
-            *lines,
-            "the full cache itself misses the passkey: too hard for this model; compare the divergences only",
+def in_words(share: float) -> str:
+    """`an eighth of the memory`; a percentage where no plain fraction is near."""
+    nearest = min(FRACTIONS, key=lambda fraction: abs(share / fraction - 1))
+    said = FRACTIONS[nearest] if abs(share / nearest - 1) < 0.06 else f"{share:.0%}"
+    return f"{said} of the memory"
+
+
+@dataclasses.dataclass
+class Report:
+    """What was asked and answered, in words, as a table, a record and a picture; the first row is the full cache."""
+
+    command: str
+    model: str
+    file: str
+    questions: list[Question]
+    rows: list[Answered]
+    dtype: str
+
+    @property
+    def codes(self) -> bool:
+        return bool(self.questions[0].expected)
+
+    @property
+    def small(self) -> Answered | None:
+        """The row that stands beside the full cache, unless it was refused."""
+        return None if self.rows[1].refused else self.rows[1]
+
+    def show_answers(self) -> None:
+        """Both answers to each question, and what the two caches hold."""
+        say, full = results().print, self.rows[0]
+        if self.codes:
+            say(f"{len(self.questions)} codes are hidden in {self.file}, {full.tokens_seen:,} tokens. {self.model} is "
+                "asked for each of them after the text has been compressed.\n", markup=False)  # fmt: skip
+        else:
+            say(f"{self.file}, {full.tokens_seen:,} tokens, {self.model}: asked after the text has been compressed.\n",
+                markup=False)  # fmt: skip
+        shown = [full] if self.small is None else [full, self.small]
+        table = Table(box=None, header_style="bold", pad_edge=False)
+        for column in ("question", *(["code"] if self.codes else []), "full cache", *(r.method for r in shown[1:])):
+            table.add_column(escape(column))
+        for number, question in enumerate(self.questions):
+            answers = [self._answer(row, number) for row in shown]
+            code = [question.expected] if self.codes else []
+            table.add_row(escape(question.text.removesuffix(ASKING)), *code, *answers)
+        gap = [""] if self.codes else []
+        if self.codes:
+            table.add_row("right", "", *(f"{row.count} of {len(row.right)}" for row in shown), style="bold")
+        table.add_row("cache", *gap, *(megabytes(row.bytes) for row in shown))
+        words = ["all of it", *(in_words(row.share) for row in shown[1:])]
+        table.add_row(
+            "share of a bf16 cache", *gap, *(f"{row.share:.1%}, {w}" for row, w in zip(shown, words, strict=True))
+        )
+        results().print(table)
+        say()
+        say(self.sentence(), markup=False, style="bold", soft_wrap=True)
+        say()
+
+    def _answer(self, row: Answered, number: int) -> str:
+        given = " ".join(row.answers[number].split())
+        if row.right[number]:
+            return f"[green]{escape(given)}[/]"
+        return f"[red]{escape(given)} ({'wrong' if self.codes else 'another answer'})[/]"
+
+    def sentence(self) -> str:
+        """The result in one sentence, and what is at fault if it is bad."""
+        full, small, count = self.rows[0], self.small, len(self.questions)
+        if self.codes and full.count < ENOUGH * count:
+            return (
+                f"The model, not the cache, is wrong: with every token kept, {self.model} gives {full.count} of "
+                f"{count} codes. Use a larger one: --model {COMPARED_MODEL}, or any that you have"
+            )
+        if small is None:
+            return f"{self.rows[1].method} has no answers: {self.rows[1].refused}"
+        held = f"from {megabytes(small.bytes)}, {in_words(small.share)}"
+        if not self.codes:
+            own = f"{small.count} of {counted(count, 'answer')} exactly as the full cache, from {megabytes(full.bytes)}"
+            return f"{small.method} gives {own}: {held}"
+        whole = f"the full cache gives {full.count} from {megabytes(full.bytes)}"
+        return f"{small.method} gives {small.count} of {count} right answers {held}; {whole}"
+
+    def show_table(self) -> None:
+        """All methods, those with most right answers first."""
+        of = f"right: of {counted(len(self.questions), 'answer')}" if self.codes else "right: as the full cache answers"
+        console = results()
+        left_out = (*(["same words"] if self.codes else []), *(EXTRA if console.width < WIDE else []))
+        columns = {name: cell for name, cell in COLUMNS.items() if name not in left_out}
+        table = Table(box=None, header_style="bold", pad_edge=False, title_justify="left", title_style="bold",
+                      title="Every method, the same questions")  # fmt: skip
+        for column in columns:
+            table.add_column(column, justify="left" if column in LEFT else "right", no_wrap=column == "method")
+        for row in self.ranked():
+            shown = row.method == self.rows[1].method
+            table.add_row(*(cell(row) for cell in columns.values()), style="bold" if shown else None)
+        console.print(table)
+        meanings = {
+            "stored": "tokens of a head, mean over heads and layers",
+            "seconds": "to compress and to answer",
+            "reads a part": "keeps every token, a step reads some of them",
+        }
+        legend = [f"{name}: {meaning}" for name, meaning in meanings.items() if name not in left_out]
+        console.print(
+            f"{of}; cache: MB in 16 bits after the text; {'; '.join(legend)}. One text is an illustration; "
+            "docs/results.md has benchmarks",
+            markup=False,
+        )  # fmt: skip
+
+    def ranked(self) -> list[Answered]:
+        """The full cache, then the others by right answers and memory; those without answers last."""
+        return [self.rows[0], *sorted(self.rows[1:], key=lambda row: (bool(row.refused), -row.count, row.bytes))]
+
+    def finish(self, out: Path, settings: dict[str, Any], as_json: bool) -> None:
+        """Writes the record and the picture, then prints the record as JSON, or the table and what to try next."""
+        from kvsketch import environment
+
+        record = {
+            "model": self.model, "file": self.file, "dtype": self.dtype, **settings,
+            "questions": [dataclasses.asdict(each) for each in self.questions],
+            "rows": [dataclasses.asdict(row) for row in self.rows],
+            "environment": dataclasses.asdict(environment.describe()),
+        }  # fmt: skip
+        written = self._write(out, json.dumps(record, indent=2, ensure_ascii=False) + "\n")
+        if as_json:
+            print_json(json.loads(json.dumps(record)))
+            return
+        self.show_table()
+        for line in [*written, "", *self._next()]:
+            results().print(line, markup=False, soft_wrap=True)
+
+    def _write(self, out: Path, record: str) -> list[str]:
+        """Writes the record and, if matplotlib is installed, the picture; returns a line about each."""
+        path, picture = out / f"{self.command}.json", out / f"{self.command}.png"
+        path.write_text(record, encoding="utf-8")
+        if importlib.util.find_spec("matplotlib") is None:
+            return [f"record: {path}", "no picture: matplotlib is missing; pip install 'kvsketch[plot]'"]
+        from kvsketch.cli.picture import draw
+
+        count = len(self.questions)
+        of = f"right answers of {count}" if self.codes else f"answers as the full cache gives them, of {count}"
+        title = f"{counted(count, 'question')} asked after compression: right answers against memory"
+        about = f"{self.model}, {self.file}, {self.rows[0].tokens_seen:,} tokens"
+        draw(self.rows, picture, title, about, of, self.rows[1].method)
+        return [f"record: {path}", f"picture: {picture}"]
+
+    def _next(self) -> list[str]:
+        """Commands to try."""
+        call = this_command()
+        model = "" if self.model == COMPARED_MODEL else f" --model {self.model}"
+        lines = [
+            (f"{call} demo report.pdf", "the same about a text of yours"),
+            (f'{call} compare report.pdf --question "Who is the director?"', "a question of yours, every method"),
+            (f"{call} chat report.pdf --model {self.model} --method {self.rows[1].method}", "talk about it"),
+            (f"{call} demo{model} --tokens 4000 --methods {SHOWN},full:bits=4", "a longer text, two methods"),
         ]
-    right = [row for row in compressed if row.right]
-    if passkey:
-        lines.append(f"lost the passkey: {_names(row for row in compressed if not row.right)}")
-    else:
-        lines += [f"the full cache's answer: {' '.join(full.answer.split())}", f"the same answer: {_names(right)}"]
-    if right:
-        lines.append(f"smallest cache that {'finds' if passkey else 'gives'} it: {_smallest(right, full)}")
-    if passkey:
-        return [*lines, "one document, one passkey: an illustration, not a benchmark"]
-    return [*lines, "the full cache's answer may be wrong itself; one question is an illustration, not a benchmark"]
+        width = max(len(command) for command, _ in lines)
+        return ["Try next:", *(f"  {command:{width}}  {what}" for command, what in lines)]
 
 
-def _names(rows: Iterable[Compared]) -> str:
-    return ", ".join(row.method for row in rows) or "none"
-
-
-def _smallest(rows: Sequence[Compared], full: Compared) -> str:
-    """The row with the smallest cache, and its share of the full cache's bytes."""
-    least = min(rows, key=lambda row: row.device_bytes + row.host_bytes)
-    share = (least.device_bytes + least.host_bytes) / (full.device_bytes + full.host_bytes)
-    return f"{least.method}, {share:.0%} of the full cache's bytes"
-
-
-def _shortened(answer: str, width: int) -> str:
-    """An answer on one line that fits a table."""
-    text = " ".join(answer.split())
-    return text if len(text) <= width else text[: width - 3] + "..."
-
-
-def _with_progress(compared: Iterable[Row], methods: Sequence[Any]) -> list[Row]:
+def _with_progress(rows: Iterator[Answered], labels: Sequence[str], done: int) -> list[Answered]:
     """The rows, with a bar that names the method at work."""
-    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}"))
-    rows: list[Row] = []
+    columns = (BarColumn(), MofNCompleteColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False))
+    result: list[Answered] = []
     with Progress(*columns, console=remarks(), transient=True) as progress:
-        task = progress.add_task(str(methods[0]), total=len(methods))
-        for row in compared:
-            rows.append(row)
-            progress.update(task, advance=1, description=str(methods[min(len(rows), len(methods) - 1)]))
-    return rows
-
-
-def _show(
-    name: str,
-    title: str,
-    record: dict[str, Any],
-    rows: Sequence[Compared],
-    lines: Sequence[str],
-    out: Path | None,
-    as_json: bool,
-    **words: Any,
-) -> None:
-    """Writes the record and the picture into `out`, then prints the record as JSON, or a table with `lines` below.
-
-    `words` go to `picture.draw`.
-    """
-    from kvsketch import environment
-
-    record["environment"] = dataclasses.asdict(environment.describe())
-    record["rows"] = [dataclasses.asdict(row) for row in rows]
-    written = [] if out is None else _write(out, name, title, record, rows, **words)
-    if as_json:
-        print_json(record)
-        return
-    table = Table(box=None, header_style="bold", pad_edge=False, title=escape(title), title_justify="left")
-    for column in COLUMNS:
-        table.add_column(column, justify="left" if column in LEFT else "right", no_wrap=column == "method")
-    for row in rows:
-        table.add_row(*(cell(row) for cell in COLUMNS.values()))
-    results().print(table)
-    for line in [*lines, *written]:
-        results().print(line, markup=False)
-
-
-def _write(
-    out: Path, name: str, title: str, record: dict[str, Any], rows: Sequence[Compared], **words: Any
-) -> list[str]:
-    """Writes the record and, if matplotlib is installed, the picture; returns a line about each."""
-    path, picture = out / f"{name}.json", out / f"{name}.png"
-    path.write_text(json.dumps(record, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
-    if importlib.util.find_spec("matplotlib") is None:
-        return [f"record: {path}", "no picture: matplotlib is missing; pip install 'kvsketch[plot]'"]
-    from kvsketch.cli.picture import draw
-
-    draw(rows, picture, title, **words)
-    return [f"record: {path}", f"picture: {picture}"]
+        at = min(done, len(labels) - 1)
+        task = progress.add_task(labels[at] if done else "reading the text", total=len(labels), completed=done)
+        for row in rows:
+            result.append(row)
+            at = min(done + len(result), len(labels) - 1)
+            progress.update(task, advance=1, description=labels[at])
+    return result

@@ -11,7 +11,7 @@ from kvsketch.cli.output import print_json, remarks, results
 
 
 def env(as_json: JsonOption = False) -> None:
-    """Show versions, tested ranges, devices, kernels and fetched models."""
+    """Show versions, tested ranges, devices, kernels and downloaded models."""
     from kvsketch.environment import describe
 
     result = describe()

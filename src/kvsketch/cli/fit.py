@@ -1,4 +1,4 @@
-"""kvsketch fit: the maps of a model for rehearse:replay=learned."""
+"""kvsketch fit: what is learned of a model once, for rehearse:replay=learned and basis=learned."""
 
 from __future__ import annotations
 
@@ -12,27 +12,36 @@ from kvsketch.cli.generate import file_text
 from kvsketch.cli.options import DeviceOption, DtypeOption
 from kvsketch.cli.output import megabytes
 from kvsketch.defaults import CHUNK
+from kvsketch.plural import counted
 
 
 def fit(
     model: Annotated[str, typer.Argument(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")],
-    text: Annotated[list[Path], typer.Option(help="Text files, or folders of them, unlike those of later questions.")],
+    text: Annotated[list[Path], typer.Option(help="Text files or folders; not the texts that you will ask about.")],
     out: Annotated[
-        Path | None, typer.Option(help="Where the maps go; unless given, where caches look for them.")
+        Path | None, typer.Option(help="File for what is learned. Default: where caches look for it.")
     ] = None,
-    length: Annotated[int, typer.Option(min=256, help="Tokens that are read and repeated at a time.")] = 2 * CHUNK,
-    tokens: Annotated[int, typer.Option(min=256, help="Tokens of all texts, the first of every file.")] = 131_072,
-    again: Annotated[bool, typer.Option("--again", help="Fit again where there are maps of this model.")] = False,
+    length: Annotated[int, typer.Option(min=256, help="Tokens that are read and replayed at a time.")] = 2 * CHUNK,
+    tokens: Annotated[
+        int, typer.Option(min=256, help="Tokens of all texts together, from the start of each file.")
+    ] = 131_072,
+    again: Annotated[bool, typer.Option("--again", help="Fit again even if this model has a file.")] = False,
+    bases_only: Annotated[
+        bool, typer.Option("--bases-only", help="Learn the directions of basis=learned alone, in a fifth of the time.")
+    ] = False,
     device: DeviceOption = None,
     dtype: DtypeOption = None,
 ) -> None:
-    """Learn how a model repeats texts, once, so that rehearse:replay=learned chooses as if it had repeated a new one.
+    """Fit the maps of rehearse:replay=learned and the directions of basis=learned for a model, once.
+
+    An interrupted fit goes on where it stopped.
 
     kvsketch fit qwen2.5-coder-1.5b --text books/ --text code.py
     """
     import kvsketch
     from kvsketch import models
-    from kvsketch.cache import fitting
+    from kvsketch.cache import fitting, learning
+    from kvsketch.cli.watching import fit_bar
     from kvsketch.decode.asking import repeat_instruction
     from kvsketch.models.files import locked
 
@@ -42,22 +51,25 @@ def fit(
     path = out or fitting.default_path(identity)
     with locked(path):
         if path.is_file() and not again:
-            print(f"{path} has the maps of {model}; --again fits them again")
+            print(f"{path} has what was learned of {model}; --again fits them again")
             return
         began = time.perf_counter()
         parts = _parts(tokenizer, files, length, tokens)
-        instruction = repeat_instruction(tokenizer)[0]
-
-        def read(method: Any) -> None:
-            for ids in parts:
-                cache = kvsketch.CompressedCache(loaded, method)
-                kvsketch.prefill(loaded, ids.to(loaded.device), cache, instruction=instruction)
-
-        fitting.save(path, fitting.fit(read), identity)
+        beside = path.with_name(f"{path.name}.part")
+        with fit_bar() as progress:
+            learned = learning.learn(
+                loaded, parts, repeat_instruction(tokenizer)[0], maps=not bases_only, beside=beside, progress=progress
+            )
+        fitting.save(path, learned, identity)
+        beside.unlink(missing_ok=True)
     count = sum(ids.shape[1] for ids in parts)
     seconds = time.perf_counter() - began
     use = "rehearse:replay=learned" + (f":map={path}" if out else "")
-    print(f"fitted to {count:,} tokens in {seconds:.1f} s; wrote {path}, {megabytes(path.stat().st_size)}; use {use}")
+    use = "basis=learned" if bases_only else use + ", basis=learned" * (learned.bases is not None)
+    if out and bases_only:
+        use = f"basis=learned looks for it at {fitting.default_path(identity)}"
+    size = megabytes(path.stat().st_size)
+    print(f"fitted to {counted(count, 'token')} in {seconds:.1f} s; wrote {path}, {size}; use {use}")
 
 
 def _parts(tokenizer: Any, files: list[Path], length: int, tokens: int) -> list[Any]:
@@ -70,5 +82,5 @@ def _parts(tokenizer: Any, files: list[Path], length: int, tokens: int) -> list[
         ids = document_ids(tokenizer, file_text(file))[:, :left]
         result += [part for part in ids.split(length, 1) if part.shape[1] >= min(256, length)]
     if not result:
-        raise ValueError(f"--text has {len(files)} file(s), none with 256 tokens or more; use longer texts")
+        raise ValueError(f"--text has {counted(len(files), 'file')}, none with 256 tokens or more; use longer texts")
     return result

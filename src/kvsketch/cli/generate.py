@@ -15,6 +15,7 @@ import typer
 from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, JsonOption, ModelOption, QuickDtypeOption
 from kvsketch.cli.output import megabytes, print_json, remarks
 from kvsketch.defaults import CHUNK, SEED
+from kvsketch.plural import counted
 
 WHOLE = "full"
 METHOD_HELP = (
@@ -57,7 +58,7 @@ class Generation:
         if self.tokens_per_head < self.tokens_seen:
             mean = "" if self.tokens_per_head == self.tokens_stored else " by a head on average"
             kept = f"{self.tokens_per_head:,} kept{mean}, and what was dropped cannot be asked about"
-        speeds = [f"read {self.prompt_tokens:,} tokens{_rate(self.prefill_tokens_per_second)}"]
+        speeds = [f"read {counted(self.prompt_tokens, 'token')}{_rate(self.prefill_tokens_per_second)}"]
         if self.new_tokens:
             unsure = "" if self.doubt is None else f", doubt {self.doubt:.2f}"
             speeds.append(f"wrote {self.new_tokens}{_rate(self.decode_tokens_per_second)}{unsure}")
@@ -66,7 +67,7 @@ class Generation:
             above = megabytes(self.peak_bytes_above_model)
             peak = f"; peak memory {megabytes(self.peak_bytes)}, {above} above the loaded model"
         return [
-            f"{self.method}: {self.tokens_seen:,} tokens read, {kept}; "
+            f"{self.method}: {counted(self.tokens_seen, 'token')} read, {kept}; "
             f"cache {megabytes(self.device_bytes)}{host}{full}",
             f"{', '.join(speeds)}; {self.dtype} on {self.device}{peak}",
         ]
@@ -94,26 +95,24 @@ def generate(
     ] = None,
     file: Annotated[
         list[Path] | None,
-        typer.Option(help="A text file to ask about; may be given several times. - is standard input."),
+        typer.Option(help="Document or folder to ask about; can be repeated. - is standard input."),
     ] = None,
     model: ModelOption = DEFAULT_MODEL,
     method: Annotated[str | None, typer.Option(help=METHOD_HELP, show_default=False)] = None,
-    memory: Annotated[
-        str | None, typer.Option(help="Such as 2GB: the largest budget whose cache takes no more on the device.")
-    ] = None,
+    memory: Annotated[str | None, typer.Option(help="Memory such as 2GB: use the largest budget that fits.")] = None,
     prefill: Annotated[
         str | None,
-        typer.Option(help="exact reads the prompt whole; stream reads it --chunk tokens at a time, in less memory."),
+        typer.Option(help="exact reads the prompt at once; stream reads --chunk tokens at a time, with less memory."),
     ] = None,
     chunk: Annotated[
-        int | None, typer.Option(min=2, help=f"Tokens read at once by --prefill stream; {CHUNK:,}")
+        int | None, typer.Option(min=2, help=f"Tokens read at a time with --prefill stream. Default: {CHUNK:,}.")
     ] = None,
-    save: Annotated[Path | None, typer.Option(help="Keep the cache of the files in this file.")] = None,
-    load: Annotated[Path | None, typer.Option(help="Ask about the files of a saved cache.")] = None,
-    max_new_tokens: Annotated[int, typer.Option(min=1, help="Most tokens to generate.")] = 128,
+    save: Annotated[Path | None, typer.Option(help="Save the cache of the files to this file.")] = None,
+    load: Annotated[Path | None, typer.Option(help="Load a saved cache and ask about its files.")] = None,
+    max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens to generate.")] = 128,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
-    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this much probability mass.")] = 1.0,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = SEED,
+    top_p: Annotated[float, typer.Option(min=0.0, max=1.0, help="Sample from this probability mass.")] = 1.0,
+    seed: Annotated[int, typer.Option(help="Seed for sampling.")] = SEED,
     raw: Annotated[bool, typer.Option("--raw", help="Continue the prompt without the chat template.")] = False,
     device: DeviceOption = None,
     dtype: QuickDtypeOption = None,
@@ -125,7 +124,7 @@ def generate(
 
     cat report.txt | kvsketch generate "What does it say about costs?"
 
-    The answer goes to standard output; what was kept, how fast and with how much memory to standard error.
+    The answer goes to standard output; tokens stored, speed and memory go to standard error.
     """
     if load is not None:
         given = {
@@ -137,13 +136,13 @@ def generate(
         if not load.is_file():
             raise FileNotFoundError(f"there is no file {load}; make one with --file FILE --save {load}")
     if save is not None and not file:
-        raise ValueError("--save keeps what was read of files; name one with --file, or --file - for standard input")
+        raise ValueError("--save saves the cache of files; name one with --file, or --file - for standard input")
     if save is not None and raw:
-        raise ValueError("--save keeps a text in the chat template, to be asked about; leave out --raw")
+        raise ValueError("--save needs the chat template, to ask about the text later; leave out --raw")
     if save is not None:
         require_writable(save, "--save")
     if chunk is not None and prefill != "stream":
-        raise ValueError(f"--chunk {chunk} says how a stream is read; add --prefill stream, or leave it out")
+        raise ValueError(f"--chunk {chunk} is for --prefill stream; add that, or leave --chunk out")
     request = read_request(prompt, file or [], loaded=load is not None, saved=save is not None)
 
     import kvsketch
@@ -278,31 +277,74 @@ def read_request(prompt: str | None, files: list[Path], loaded: bool = False, sa
         prompt, piped = _standard_input(), False
     if prompt is not None and not prompt.strip():
         raise ValueError("the prompt is empty; give a prompt, --file FILE, or - to read standard input")
-    documents = [(str(file), file_text(file)) for file in files]
+    document = files_text(files) if files else None
     # With a question, piped text is the document; a pipe may also be empty.
     if piped and (text := _standard_input()).strip():
-        documents = [("standard input", text)]
-    if prompt is None and not documents:
+        document = text
+    if prompt is None and document is None:
         missing = "--load needs a question" if loaded else "there is no prompt"
         raise ValueError(f"{missing}; give one{'' if loaded else ', --file FILE'}, or - to read standard input")
-    if not documents:
+    if document is None:
         return Asked(None, prompt)
-    document = documents[0][1]
-    if len(documents) > 1:
-        document = "\n\n".join(f"File {name}:\n\n{text}" for name, text in documents)
     return Asked(None, document) if prompt is None and not saved else Asked(document, prompt)
 
 
 def file_text(file: Path) -> str:
-    """The text of a file, - for standard input; ValueError if it is empty or not text."""
-    from kvsketch.serve.files import text_of
+    return files_text([file])
+
+
+def files_text(files: list[Path]) -> str:
+    """The text of files and of the documents in folders, joined under headings where there are several; - is standard
+    input. ValueError for one that is empty or cannot be read. What its reader should know goes to standard error.
+    """
+    from kvsketch.serve.files import FileText, joined
+
+    texts: list[tuple[str, FileText]] = []
+    for file in files:
+        texts += _folder_texts(file) if file.is_dir() else [_file_text(file)]
+    whole = joined(texts)
+    if len(texts) > 1:
+        _remark(f"{len(texts)} files are read as one text, in this order: {', '.join(name for name, _ in texts)}")
+    for note in whole.notes:
+        _remark(note)
+    return whole.text
+
+
+def _folder_texts(folder: Path) -> list[Any]:
+    """The documents of a folder; those that cannot be read are named and left out."""
+    from kvsketch.serve.files import documents_in
+
+    if (folder / "config.json").is_file():
+        raise ValueError(f"{folder} is the directory of a model; name documents")
+    taken, left = documents_in(folder)
+    texts = []
+    for file in taken:
+        try:
+            texts.append(_file_text(file))
+        except (ValueError, ImportError, OSError) as error:
+            _remark(f"left out: {error}")
+    if left:
+        kinds = ", ".join(sorted({each.suffix or each.name for each in left}))
+        files = counted(len(left), "file")
+        _remark(f"left out of {folder}: {files} of other kinds ({kinds}); name one to read it as text")
+    if not texts:
+        raise ValueError(f"{folder} holds no document that can be read; name a file")
+    return texts
+
+
+def _file_text(file: Path) -> tuple[str, Any]:
+    from kvsketch.serve.files import FileText, read_file
 
     if str(file) != "-":
-        return text_of(file.read_bytes(), str(file))
+        return str(file), read_file(file.read_bytes(), str(file))
     text = _standard_input()
     if not text.strip():
         raise ValueError("standard input is empty; there is nothing to ask about")
-    return text
+    return "standard input", FileText(text)
+
+
+def _remark(text: str) -> None:
+    remarks().print(text, markup=False, soft_wrap=True, style="dim")
 
 
 def _standard_input() -> str:
@@ -330,7 +372,7 @@ def require_positions(name: str, model: Any, method: Any, tokens: int) -> None:
     context = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if context and tokens > context and (method is None or method.read_positions != "cache"):
         raise ValueError(
-            f"the prompt has {tokens:,} tokens and {name} was trained on {context:,}; beyond them answers break down. "
+            f"the prompt has {tokens:,} tokens and {name} was trained on {context:,}; longer prompts give bad answers. "
             "Shorten it, choose a model with a longer context (`kvsketch models`), or a method that reads keys at "
             "their places in the cache, such as streamingllm:budget=2048:positions=cache"
         )

@@ -23,7 +23,7 @@ def lab(module: str, what: str) -> Any:
         if error.name != "kvsketch_lab":
             raise
         raise ImportError(
-            f"{what} needs the laboratory: pip install 'kvsketch[lab]', or in a clone: pip install -e . -e lab"
+            f"{what} needs kvsketch-lab: pip install 'kvsketch[lab]', or in a clone: pip install -e . -e lab"
         ) from None
 
 

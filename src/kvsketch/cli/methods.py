@@ -65,7 +65,12 @@ def built_in() -> dict[str, dict[str, Any]]:
 
 
 def describe(cls: type[Any]) -> dict[str, Any]:
-    """A method as plain data: its name, family, idea, docstring, and parameters with defaults, choices and meanings."""
+    """A method as plain data: its name, family, idea, docstring, parameters with defaults, choices and meanings, and
+    what it can do with a budget in tokens.
+    """
+    from kvsketch.methods import usual
+    from kvsketch.methods.capabilities import MEANINGS
+
     about = inspect.getdoc(cls) or ""
     return {
         "name": cls.name,
@@ -76,6 +81,10 @@ def describe(cls: type[Any]) -> dict[str, Any]:
         "look": list(cls.look),
         "parameters": {each.name: each.default for each in cls.options()},
         "options": [each._asdict() for each in cls.options()],
+        "capabilities": [
+            {"name": name, "meaning": MEANINGS[name], "supported": bool(can), "reason": can.reason}
+            for name, can in usual(cls).capabilities.named().items()
+        ],
     }
 
 
@@ -121,3 +130,10 @@ def _print_one(method: dict[str, Any]) -> None:
     for each in method["options"]:
         table.add_row(each["name"], setting(each["default"]), ", ".join(each["choices"]), Text(each["meaning"]))
     results().print(table)
+    can = Table(box=None, header_style="bold", pad_edge=False)
+    can.add_column("it works with")
+    can.add_column("")
+    for each in method["capabilities"]:
+        can.add_row(Text(each["meaning"]), Text("yes" if each["supported"] else f"no: {each['reason']}"))
+    results().print("")
+    results().print(can)

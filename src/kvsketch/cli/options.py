@@ -8,10 +8,14 @@ import typer
 
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON for scripts.")]
 ModelOption = Annotated[str, typer.Option(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")]
-DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; a GPU where there is one.")]
-DtypeOption = Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; bfloat16 on a GPU, else float32.")]
-QUICK = "float32, bfloat16 or float16; bfloat16 on a GPU and on a CPU that multiplies it natively, else float32."
+DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; default: a GPU if there is one.")]
+DtypeOption = Annotated[
+    str | None, typer.Option(help="float32, bfloat16 or float16; default: bfloat16 on a GPU, else float32.")
+]
+QUICK = "float32, bfloat16 or float16; default: bfloat16 on a GPU or a CPU with native support, else float32."
 QuickDtypeOption = Annotated[str | None, typer.Option(help=QUICK)]
 
 # The same as kvsketch.models.DEFAULT_MODEL, which a test checks; importing it here would make --help load torch.
 DEFAULT_MODEL = "smollm2-135m"
+# Of `demo` and `compare`: the smallest built-in model that answers questions about a text.
+COMPARED_MODEL = "qwen2.5-coder-0.5b"

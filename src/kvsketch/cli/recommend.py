@@ -11,37 +11,42 @@ import typer
 from rich.table import Table
 
 from kvsketch.advice import QUESTIONS, Advice, Measured, installed, speeds
+from kvsketch.byte_sizes import parsed
 from kvsketch.cli.lab import lab
 from kvsketch.cli.options import JsonOption
 from kvsketch.cli.output import print_json, results
+from kvsketch.plural import counted
 
 SHOWN = 6
 
 
 def recommend(
     model: Annotated[
-        str, typer.Option(help="A model that records speak of, such as qwen2.5-coder-1.5b; with --gpu any config.json.")
+        str,
+        typer.Option(help="A model with records, such as qwen2.5-coder-1.5b; with --gpu any config.json or hub name."),
     ],
-    context: Annotated[int, typer.Option(min=1, help="Tokens that one sequence holds.")],
-    memory: Annotated[str | None, typer.Option(help="Device memory for its cache: 2GB, 512MiB.")] = None,
-    question: Annotated[str, typer.Option(help="unseen: asked after the text is compressed; seen: before.")] = "unseen",
+    context: Annotated[int, typer.Option(min=1, help="Tokens of one sequence.")],
+    memory: Annotated[str | None, typer.Option(help="Device memory for its cache, such as 2GB or 512MiB.")] = None,
+    question: Annotated[
+        str, typer.Option(help="unseen: asked after the text is compressed; seen: part of the prompt.")
+    ] = "unseen",
     records: Annotated[
-        Path | None, typer.Option(help="Folder of your own records, in place of those behind this release.")
+        Path | None, typer.Option(help="Folder of your own records, instead of those of this release.")
     ] = None,
     gpu: Annotated[
-        str | None, typer.Option(help="A GPU, 24GB or by name (rtx-4090, h100): how many users it serves.")
+        str | None, typer.Option(help="A GPU by memory (24GB) or name (rtx-4090, h100): how many users it serves.")
     ] = None,
     users: Annotated[int, typer.Option(help="With --gpu: users at a time.")] = 1,
-    document: Annotated[int, typer.Option(help="With --gpu: first tokens that all users share.")] = 0,
-    methods: Annotated[str | None, typer.Option(help="With --gpu: methods to size, comma-separated.")] = None,
+    document: Annotated[int, typer.Option(help="With --gpu: tokens at the start that all users share.")] = 0,
+    methods: Annotated[str | None, typer.Option(help="With --gpu: methods to size, separated by commas.")] = None,
     as_json: JsonOption = False,
 ) -> None:
-    """Name the methods whose cache fits, with the loss that records have measured; says so if none has.
+    """Recommend methods whose cache fits, with their measured loss.
 
-    With --gpu: what each method takes for so many users, how many fit beside the weights, and how fast they are served.
+    With --gpu: memory of each method, how many users fit next to the weights, and their tokens/s.
     """
     if (memory is None) == (gpu is None):
-        raise ValueError("give --memory for the cache of one sequence, or --gpu for users that share one")
+        raise ValueError("give --memory for the cache of one sequence, or --gpu for the users of a GPU")
     if gpu is not None:
         _size(model, context, users, document, gpu, methods, as_json)
         return
@@ -53,14 +58,15 @@ def _size(model: str, context: int, users: int, document: int, gpu: str, methods
     from kvsketch import sizing
 
     card, demand = sizing.gpu_of(gpu), sizing.Demand(context, users, document)
-    config = sizing.config_of(model)
-    plans = sizing.plans(config, (methods or sizing.METHODS).split(","), demand, card, speeds())
+    config, weights = sizing.shape_of(model)
+    plans = sizing.plans(config, (methods or sizing.METHODS).split(","), demand, card, speeds(), weights)
     if as_json:
         print_json({"weights": plans[0].weights, "plans": [dataclasses.asdict(plan) for plan in plans]})
         return
     say = results().print
     shared = f", the first {document:,} the same for all" if document else ""
-    say(f"{users:,} users of {context:,} tokens each{shared}; weights {plans[0].weights / 1e9:.1f} GB, {gpu}")
+    people = counted(users, "user")
+    say(f"{people} of {counted(context, 'token')} each{shared}; weights {plans[0].weights / 1e9:.1f} GB, {gpu}")
     table = Table(box=None, header_style="bold", pad_edge=False)
     for column in ("method", "GB a user", *(["document, GB"] if document else []), "GB in all", "users that fit",
                    "tokens/s"):  # fmt: skip
@@ -69,7 +75,7 @@ def _size(model: str, context: int, users: int, document: int, gpu: str, methods
         table.add_row(*_sized(plan, users, bool(document)))
     say(table)
     say(
-        f"GB in all: weights, document and {users:,} users; {sizing.RESERVE:.0%} of the memory stays free. tokens/s: "
+        f"GB in all: weights, document and {people}; {sizing.RESERVE:.0%} of the memory stays free. tokens/s: "
         "all users together, from what our own steps read on an H200, by the bandwidth of a GPU that is given by name. "
         "What a method loses: kvsketch recommend --memory",
         markup=False,
@@ -87,14 +93,12 @@ def _sized(plan: Any, users: int, shared: bool) -> list[str]:
 def _fit(model: str, context: int, memory: str, question: str, records: Path | None, as_json: bool) -> None:
     if question not in QUESTIONS:
         raise ValueError(f"--question {question} is not possible; use {' or '.join(QUESTIONS)}")
-    from kvsketch.cache.memory import parsed
-
     room = parsed(memory)
     table = installed() if records is None else _own_table(records)
     if model not in table:
         known = ", ".join(table) or "no model yet"
         raise ValueError(
-            f"no record speaks of {model!r} at equal bytes; records know {known}. Measure it: kvsketch eval lines "
+            f"there is no record of {model!r} at equal bytes; records know {known}. Measure it: kvsketch eval lines "
             f"--model {model} --methods full,rehearse --bytes 1/4,1/8 --seeds 100 --out DIR, then give --records DIR"
         )
     measured = table[model]
@@ -112,15 +116,15 @@ def _fit(model: str, context: int, memory: str, question: str, records: Path | N
         say("the full cache fits: use full, it loses nothing")
     if not fits:
         say(
-            f"no record speaks of a cache of {share:.1%} of the bytes with the question {question}; measure one with "
+            f"there is no record of a cache of {share:.1%} of the bytes with the question {question}; measure one with "
             f"kvsketch eval lines --model {model} --bytes ... (docs/evaluation.md), or give more --memory",
             markup=False,
         )
         return
     _show(fits[:SHOWN], full_bytes)
     say(
-        f"loss: right answers fewer than the full cache's, mean over {_tasks(fits[:SHOWN])}; records are of texts of "
-        f"{measured.shortest:,} to {measured.longest:,} tokens: beyond that they are a guess",
+        f"loss: the full cache's right answers minus the method's, mean over {_tasks(fits[:SHOWN])}; records are of "
+        f"texts of {measured.shortest:,} to {measured.longest:,} tokens: outside that the loss is a guess",
         markup=False,
     )
     steps = {option.step_of for option in fits[:SHOWN] if option.step_of}
@@ -149,4 +153,4 @@ def _show(fits: Sequence[Advice], full_bytes: int) -> None:
 
 def _tasks(fits: Sequence[Advice]) -> str:
     fewest, most = (pick(option.tasks for option in fits) for pick in (min, max))
-    return f"{most} tasks" if fewest == most else f"the {fewest} to {most} tasks that were measured"
+    return counted(most, "task") if fewest == most else f"the {fewest} to {most} tasks that were measured"

@@ -9,7 +9,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,16 @@ def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
         finally:
             done.set()
             watcher.join()
+
+
+@contextlib.contextmanager
+def fit_bar() -> Iterator[Callable[[int, int], None]]:
+    """A bar over the tokens of a fit; takes how many are done, and all."""
+    columns = (TextColumn("fitting"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+    console = remarks()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
+        task = bar.add_task("", total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
 
 
 class StoppedByUser(Exception):

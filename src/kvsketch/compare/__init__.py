@@ -2,5 +2,5 @@
 
 budgets.py          which methods at which budgets are compared, and budgets that are equal in bytes
 shared_prefill.py   the model reads a prompt once; each method compresses a copy of what it computed
-answers.py          every method answers; its divergence from the full cache
+questions.py        every method answers the same questions about a text that it has compressed
 """

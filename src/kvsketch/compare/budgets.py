@@ -7,11 +7,8 @@ import functools
 from typing import Any
 
 from kvsketch.cache import memory
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods import METHODS, Full, Method, parse_method
 from kvsketch.methods.budget import Size
-from kvsketch.slots.bytes import token_bytes
 
 UNITS = ("tokens", "bytes")
 # Every method, as it is compared at equal budgets.
@@ -105,11 +102,3 @@ def least_tokens(method: str) -> int:
             continue
         return tokens
     raise ValueError(f"{method}: takes no budget below 4,096 tokens; give it smaller sinks and windows")
-
-
-def full_bytes(cache: CompressedCache) -> int:
-    """Bytes of keys and values of every token seen, in all layers."""
-    return sum(
-        token_bytes(layer.table) * layer.table.seen if isinstance(layer, SlotLayer) else memory.stored_bytes([layer])
-        for layer in cache.layers
-    )

@@ -22,14 +22,15 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.doubt import Doubt
 from kvsketch.cache.layer import SlotLayer
+from kvsketch.cache.overview import full_bytes
 from kvsketch.cache.repetition import repeats
-from kvsketch.compare.budgets import full_bytes
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
 from kvsketch.defaults import SEED
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import plain
 
 STEPS_WORTH_CAPTURING = 10
 
@@ -41,7 +42,7 @@ class Recorder(Full):
     queries: dict[int, Tensor] = field(default_factory=dict, compare=False)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        self.queries[table.layer_idx] = queries
+        self.queries[table.context.layer_idx] = queries
 
 
 @torch.no_grad()
@@ -103,7 +104,8 @@ class Prefilled:
                 keys, values, queries = (self._own(t) for t in (read.keys, read.values, self.queries[index]))
                 layer.update(keys.clone(), values.clone())
                 assert layer.waiting is not None
-                layer.waiting.finish(self.model, queries, read.table.scale, self.attention_mask)
+                with plain():
+                    layer.waiting.finish(self.model, queries, read.table.forward.scale, self.attention_mask)
             else:
                 copied: Any = copy.deepcopy(read)
                 cache.layers[index] = copied
@@ -149,6 +151,13 @@ class Prefilled:
                 token = sampler.choose(logits)
         return sampler.tokens()[:, start:]
 
+    @torch.no_grad()
+    def next_logits(self, cache: CompressedCache, question_ids: Tensor | None = None) -> Tensor:  # [B, V]
+        """The logits of the token behind the prompts, or behind `question_ids` [B, q], which are fed as a new turn."""
+        if question_ids is None:
+            return self.logits
+        return self._feed(cache, question_ids.to(self.attention_mask.device), self.attention_mask)[1]
+
     def _feed(self, cache: CompressedCache, ids: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
         mask = torch.cat([mask, mask.new_ones(ids.shape)], 1)
         positions = (mask.long().cumsum(-1) - 1)[:, -ids.shape[1] :]
@@ -170,5 +179,5 @@ def memory(cache: CompressedCache) -> dict[str, int]:
         "tokens_stored": cache.tokens_stored,
         "device_bytes": cache.device_bytes // rows,
         "host_bytes": cache.host_bytes // rows,
-        "full_bytes": full_bytes(cache) // rows,
+        "full_bytes": full_bytes(cache.layers) // rows,
     }

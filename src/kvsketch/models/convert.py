@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import hashlib
 import os
-from collections.abc import Iterator
+import sys
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvsketch.models import files
 from kvsketch.models.files import HOME_VARIABLE, FetchError
-from kvsketch.models.gguf_header import Scalar, read_metadata
 
+if TYPE_CHECKING:
+    from kvsketch.models.gguf_header import Scalar
+
+Stage = Callable[[str], None]  # is given the name of what begins
 RECORD = "kvsketch.json"
 # Part of every record: raise it when the conversion changes, and old copies are made again.
 CONVERSION = 1
@@ -59,10 +63,10 @@ def convert(gguf: Path, name: str, source: str, progress: bool = True) -> Path:
         files.remove(folder.with_name(name + ".work"))
         work = files.work_folder(folder.with_name(name + ".work"))
         if progress:
-            files.say(f"converting {gguf.name} to safetensors, once (seconds to minutes, by size)")
+            files.say(f"converting {_shown(gguf, name)} to safetensors: once, takes seconds to a few minutes")
         new = work / "new"
-        with quiet_transformers():
-            _write_converted(gguf, new)
+        with quiet_transformers(), _stages(progress) as stage:
+            _write_converted(gguf, new, stage)
         record = {"source": source, "conversion": CONVERSION, "files": _file_sizes(new)}
         files.write_json(new / RECORD, record)
         files.let_read(new, folder.parent)
@@ -86,6 +90,46 @@ def quiet_transformers() -> Iterator[None]:
             logging.enable_progress_bar()
 
 
+def _shown(gguf: Path, name: str) -> str:
+    """The model's name; of a file of the user's own, which is converted under a longer one, the file's."""
+    return name if gguf.stem == name else gguf.name
+
+
+@contextmanager
+def _stages(progress: bool) -> Iterator[Stage]:
+    """What is being done and for how long, in a terminal, with a bar while tensors are read; nothing in a log file.
+
+    The caller names each stage. transformers shows a bar of its own, also in log files, whatever is set.
+    """
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+    from transformers import modeling_gguf_pytorch_utils as reading
+
+    theirs = getattr(reading, "tqdm", None)
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    console = Console(file=sys.stderr)
+    shown = progress and console.is_terminal
+    with Progress(*columns, console=console, transient=True, disable=not shown) as bar:
+        task = bar.add_task("", total=None)
+
+        def stage(name: str) -> None:
+            bar.reset(task, total=None, description=name)
+
+        def tensors(listed: Any, **_: Any) -> Iterator[Any]:
+            bar.reset(task, total=len(listed), description="unpacking the weights")
+            for tensor in listed:
+                yield tensor
+                bar.advance(task)
+
+        if theirs is not None:
+            reading.tqdm = tensors
+        try:
+            yield stage
+        finally:
+            if theirs is not None:
+                reading.tqdm = theirs
+
+
 def identity_of(file: Path) -> str:
     """A key for a user's file from path, size and time: hashing the data would take many seconds at every start."""
     stat = file.stat()
@@ -96,21 +140,26 @@ def _file_sizes(folder: Path) -> dict[str, int]:
     return {file.name: file.stat().st_size for file in sorted(folder.iterdir()) if file.name != RECORD}
 
 
-def _write_converted(gguf: Path, folder: Path) -> None:
+def _write_converted(gguf: Path, folder: Path, stage: Stage) -> None:
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
+    from kvsketch.models.gguf_header import read_metadata
+
     metadata = read_metadata(gguf)
     location: dict[str, Any] = {"gguf_file": gguf.name, "local_files_only": True}
+    stage("reading the tokenizer")
     with _explained(gguf, metadata):
         tokenizer = AutoTokenizer.from_pretrained(str(gguf.parent), **location)
     refuse_unigram(tokenizer, metadata)
     restore_special_tokens(tokenizer, metadata)
+    stage("reading the weights")
     with _explained(gguf, metadata):
         model = AutoModelForCausalLM.from_pretrained(
             str(gguf.parent), dtype=torch.bfloat16, **location, **_dequantise()
         )
+    stage("writing")
     try:
         model.save_pretrained(folder)
         tokenizer.save_pretrained(folder)

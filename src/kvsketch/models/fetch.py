@@ -48,7 +48,7 @@ def has_gguf(name: str) -> bool:
 
 
 def is_pulled(name: str) -> bool:
-    """Whether a built-in model can be loaded without fetching anything: its converted copy or its file is here."""
+    """Whether a built-in model can be loaded without a download."""
     return is_converted(name) or has_gguf(name)
 
 
@@ -75,7 +75,7 @@ def remove_gguf(name: str) -> None:
 
 
 def remove_model(name: str) -> None:
-    """Removes all files of a built-in model; the next load fetches them again."""
+    """Removes all files of a built-in model; the next load downloads them again."""
     remove_gguf(name)
     folder = conversion_path(card(name).name)
     with files.locked(folder):
@@ -102,7 +102,8 @@ def _join_parts(model: ModelCard, work: Path, progress: bool) -> Path:
     _check_disk_space(work, 2 * model.file_bytes + SPARE_BYTES)
     if progress:
         size = f"{model.download_bytes / MEGABYTE:.0f} MB"
-        files.say(f"fetching {model.name}: {size}, licence {model.licence}. {model.origin_note}")
+        again = ", goes on where it was stopped" if len(model.parts) > 1 else ""
+        files.say(f"fetching {model.name}: {size}{again}; licence {model.licence}. {model.origin_note}")
     parts = _fetch_parts(model, work, progress)
     joined = work / "joined"
     with files.create(joined) as sink:

@@ -26,15 +26,15 @@ HOME_VARIABLE = "KVSKETCH_HOME"
 
 
 class FetchError(OSError):
-    """A file could not be fetched, or is not what was pinned."""
+    """A file could not be downloaded, or differs from the pinned one."""
 
 
 class WrongHashError(FetchError):
-    """A file was fetched completely, but its bytes are not the pinned ones."""
+    """A file was downloaded completely, but its hash is not the pinned one."""
 
 
 def home() -> Path:
-    """The folder of fetched and converted files: $KVSKETCH_HOME, or kvsketch in the user's cache folder."""
+    """The folder of downloaded and converted files: $KVSKETCH_HOME, or kvsketch in the user's cache folder."""
     chosen = os.environ.get(HOME_VARIABLE)
     if chosen:
         return Path(chosen).expanduser().absolute()

