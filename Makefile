@@ -1,4 +1,4 @@
-# make demo    set up .venv, fetch a small real model, ask it ten questions, compare the methods on it
+# make demo    set up .venv, fetch a model (478 MB), ask it ten questions from every compressed cache, draw the result
 # make test    set up .venv, run the tests
 # make test-thorough   all cases: every method where `make test` takes one of a kind, and what is pinned
 # make check   linters, types, import rules, tests, a few of them as on another machine
@@ -6,12 +6,12 @@
 # make docs    build docs/ as a site in build/site; to search it: python -m http.server -d build/site
 # make test-vllm     the plugin for vLLM, with a CPU build of vLLM in an environment of its own
 # make test-ray      experiments on a Ray cluster, in an environment of its own
-# make wheel-test    build the wheel, install it and what it asks for in an environment of its own, ask it a question
+# make release       build wheels and source distributions in dist/, install them in a bare environment, try them there
 #
 # PYTHON=python3.12                       another interpreter (3.11 or newer)
 # VENV_OPTIONS=--system-site-packages     build on packages that the interpreter already has, such as a CUDA torch
 # TORCH=torch==2.11.0                     another torch
-# ARGS="--tokens 1000"                    options for the demo or for pytest
+# ARGS="--budgets 1/4"                    options for the demo or for pytest
 
 PYTHON ?= python3
 VENV ?= .venv
@@ -22,7 +22,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
 
-.PHONY: demo test test-thorough test-variations test-one-variation check lint docs wheel-check test-vllm test-ray wheel-test clean
+.PHONY: demo test test-thorough test-variations test-one-variation check lint docs wheel-check test-vllm test-ray release clean
 .DEFAULT_GOAL := demo
 
 demo: $(STAMP)
@@ -85,7 +85,7 @@ wheel-check: $(STAMP)
 # vLLM as it is, and what it asks for; the packages that are built for another torch go again.
 VLLM := build/vllm-env
 test-vllm: $(VLLM)/.kvsketch-installed
-	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest $(addprefix tests/integrations/test_vllm,.py _models.py _documents.py _blocks.py) $(ARGS)
+	OMP_NUM_THREADS=1 $(VLLM)/bin/python -m pytest $(addprefix tests/integrations/test_vllm,.py _models.py _documents.py _turns.py _requests.py _blocks.py) $(ARGS)
 
 $(VLLM)/.kvsketch-installed: pyproject.toml lab/pyproject.toml tests/vllm.txt
 	rm -rf $(VLLM)
@@ -110,15 +110,28 @@ $(RAY)/.kvsketch-installed: pyproject.toml lab/pyproject.toml
 	$(RAY)/bin/python -m pip install --quiet pytest hypothesis --editable . --editable 'lab[ray]'
 	@touch $@
 
-# The wheel of this tree, installed with what its own metadata asks for and nothing else, answers a question.
-wheel-test:
-	rm -rf build/wheel
-	$(PYTHON) -m venv build/wheel/env
-	build/wheel/env/bin/python -m pip install --quiet --upgrade pip
-	build/wheel/env/bin/python -m pip wheel --quiet --no-deps --wheel-dir build/wheel .
-	$(subst $(BIN)/,build/wheel/env/bin/,$(INSTALL_TORCH))
-	build/wheel/env/bin/python -m pip install --quiet build/wheel/kvsketch-*.whl
-	cd build/wheel && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
+# What would be published, and nothing of this tree: the wheels with what their own metadata asks for answer a question,
+# serve JSON that follows a schema, and measure; a wheel that is built from the source distribution holds the same files.
+RELEASE := build/release
+release:
+	rm -rf dist $(RELEASE)
+	$(PYTHON) -m venv $(RELEASE)/tools
+	$(RELEASE)/tools/bin/python -m pip install --quiet --upgrade pip build twine
+	$(RELEASE)/tools/bin/python -m build --outdir dist . > $(RELEASE)/build.log
+	$(RELEASE)/tools/bin/python -m build --wheel --outdir dist lab >> $(RELEASE)/build.log
+	$(RELEASE)/tools/bin/twine check --strict dist/*
+	$(RELEASE)/tools/bin/python -m pip wheel --quiet --no-deps --wheel-dir $(RELEASE)/wheel .
+	$(PYTHON) scripts/same_files.py dist/kvsketch-*.whl $(RELEASE)/wheel/kvsketch-*.whl
+	$(PYTHON) -m venv $(RELEASE)/env
+	$(RELEASE)/env/bin/python -m pip install --quiet --upgrade pip
+	$(subst $(BIN)/,$(RELEASE)/env/bin/,$(INSTALL_TORCH))
+	$(RELEASE)/env/bin/python -m pip install --quiet dist/kvsketch-*.whl
+	cd $(RELEASE) && env/bin/kvsketch generate "What is the capital of France?" --max-new-tokens 12 | grep Paris
+	cd $(RELEASE) && env/bin/kvsketch serve smollm2-135m 2>&1 | grep -F 'kvsketch[serve]'
+	$(RELEASE)/env/bin/python -m pip install --quiet "$$(echo dist/kvsketch-*.whl)[serve]" dist/kvsketch_lab-*.whl
+	cd $(RELEASE) && env/bin/python ../../scripts/served_schema.py smollm2-135m
+	cd $(RELEASE) && env/bin/kvsketch eval lines --model smollm2-135m --methods full --lines 20 --limit 1 --out lines
+	@ls -l dist
 
 clean:
 	rm -rf $(VENV) build dist .pytest_cache .hypothesis .mypy_cache .ruff_cache .import_linter_cache
@@ -147,7 +160,7 @@ else ifeq ($(shell uname -s),Linux)
 INSTALL_TORCH = $(BIN)/python -m pip install --quiet 'torch==$(CPU_TORCH)+cpu' 2>/dev/null || \
 	{ $(BIN)/python -m pip install --quiet uv && \
 	  $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch==$(CPU_TORCH)'; } || \
-	{ echo "No CPU build of torch $(CPU_TORCH) was found. Choose one: make TORCH='torch>=2.9' (may fetch CUDA packages)"; exit 1; }
+	{ echo "No CPU build of torch $(CPU_TORCH) was found. Choose one: make TORCH='torch>=2.11' (may fetch CUDA packages)"; exit 1; }
 else
 INSTALL_TORCH = $(BIN)/python -m pip install --quiet 'torch==$(CPU_TORCH)'
 endif
