@@ -326,7 +326,7 @@ def test_a_full_queue_refuses(start: Any) -> None:
     while not engine.state().running:
         pass
     engine.submit(Request(prompt(1, 5), 1))
-    with pytest.raises(Full, match="the queue has 1 places"):
+    with pytest.raises(Full, match="the queue has 1 place$"):
         engine.submit(Request(prompt(2, 5), 1))
     held.set()
 
@@ -350,7 +350,7 @@ def test_what_cannot_be_served_is_refused_at_once(request_: dict[str, Any], mess
         ("llama", "quest:budget=16", "quest is served one request at a time"),
         ("llama", "kcenter:slide=false", "grow with what is generated"),
         ("llama", "balancekv:form=paper", "grow with the text"),
-        ("llama", "subgen:budget=25%", "use budget=1024"),
+        ("llama", "subgen:budget=25%", "use a number, as budget=1024"),
         ("gemma3", "snapkv", "sliding-window"),
     ],
 )

@@ -46,7 +46,9 @@ def server(
     request: pytest.FixtureRequest, loaded: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("documents")
-    service = start_service(*loaded, "tiny", METHOD, folder=folder, queue=8, rows=request.param, prefill="exact")
+    # Every request reads its whole prompt: what chats go on in is counted in test_chat_turns.py.
+    options: Any = dict(queue=8, rows=request.param, prefill="exact", chats_memory=0)
+    service = start_service(*loaded, "tiny", METHOD, folder=folder, **options)
     with started(made := Server(service)):
         yield made
 

@@ -187,6 +187,15 @@ class Own(Fields):
 
     spans: dict[str, Annotated[str, Field(max_length=64)]] | None = None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _one_unknown_is_enough(cls, data: Any) -> Any:
+        """Each unknown field would be an error of its own, and the first one is what is told."""
+        if not isinstance(data, dict):
+            return data
+        first = next((name for name in data if name not in cls.model_fields), None)
+        return {name: data[name] for name in (*cls.model_fields, first) if name in data}
+
     @model_validator(mode="after")
     def _has_shares(self) -> Own:
         parse_shares(self.spans or {}, "spans")

@@ -26,7 +26,7 @@ def implementation(operation: str, device: torch.device, *call: Any) -> ModuleTy
 
 def kernel_for(operation: str, device: torch.device) -> ModuleType | None:
     """The module with the Triton kernel of an operation, or None where the reference is to be used."""
-    return None if device.type != "cuda" or _only_references() else _load_kernel(operation)
+    return None if _only_references() or device.type != "cuda" else _load_kernel(operation)
 
 
 def _only_references() -> bool:
