@@ -326,7 +326,7 @@ def test_a_full_queue_refuses(start: Any) -> None:
     while not engine.state().running:
         pass
     engine.submit(Request(prompt(1, 5), 1))
-    with pytest.raises(Full, match="the queue has 1 place$"):
+    with pytest.raises(Full, match=r"the queue has 1 place$"):
         engine.submit(Request(prompt(2, 5), 1))
     held.set()
 
