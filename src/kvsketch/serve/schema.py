@@ -6,10 +6,12 @@ So is one that looks like a misspelt field. Other fields change nothing here and
 
 from __future__ import annotations
 
+import contextlib
 import difflib
+import gc
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Annotated, Any, Literal, Self, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
@@ -457,6 +459,23 @@ Kind = TypeVar("Kind", bound=Fields)
 
 def parsed(kind: type[Kind], body: bytes) -> Kind:
     """The fields of a request; ApiError names the first thing that is wrong."""
+    with _no_collection():
+        return _parsed(kind, body)
+
+
+@contextlib.contextmanager
+def _no_collection() -> Iterator[None]:
+    """JSON has no cycles, and a search for some after every few hundred lists takes longer than reading them."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+def _parsed(kind: type[Kind], body: bytes) -> Kind:
     try:
         text = body.decode("utf-8-sig")
         data = json.loads(text)
@@ -515,8 +534,14 @@ def _told(error: ValidationError, known: list[str]) -> ApiError:
 
 
 def _shown(value: Any) -> str:
+    """The beginning of a value: a long one is not written out for it."""
+    shown = ""
     try:
-        return json.dumps(value, default=str)[:MOST_SHOWN]
+        for part in json.JSONEncoder(default=str).iterencode(value):
+            shown += part[: MOST_SHOWN - len(shown)]
+            if len(shown) == MOST_SHOWN:
+                break
+        return shown
     except RecursionError:
         return "something nested too deeply"
 
