@@ -14,6 +14,7 @@ if sys.platform == "win32":
 pytest.importorskip("gguf")
 pytest.importorskip("accelerate")
 from scripts import fault_kinds, faults
+from tests.helpers.common import also
 
 
 @pytest.fixture(autouse=True)
@@ -23,7 +24,7 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
-@pytest.mark.parametrize("name", ["eval", "pull", "save"])
+@pytest.mark.parametrize("name", ["eval", "save", *also("pull")])
 def test_everything_goes_on_after_a_kill(name: str, tmp_path: Path) -> None:
     data = faults.run(faults.faults(name, tmp_path / name, real_pip=False), kills=3, seed=1)
     assert data["problems"] == []

@@ -29,6 +29,11 @@ def thinned(cases: Iterable[Any]) -> list[Any]:
     return result
 
 
+def also(*cases: Any) -> list[Any]:
+    """Cases that `make test-thorough` adds to the usual run."""
+    return [pytest.param(*(case if isinstance(case, tuple) else (case,)), marks=pytest.mark.thorough) for case in cases]
+
+
 def generate(model: Any, ids: torch.Tensor, cache: Any, **kwargs: Any) -> Any:
     options = {"max_new_tokens": 12, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
     kwargs.setdefault("attention_mask", torch.ones_like(ids))

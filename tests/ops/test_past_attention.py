@@ -16,6 +16,7 @@ from kvsketch.ops.common.device import Device, TileLaunch
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.past_attention import Arguments, in_blocks, reference
 from kvsketch.slots.layout import Layout
+from tests.helpers.common import also
 from tests.ops.formula import needs_triton, poison, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -163,7 +164,7 @@ def test_attention_is_the_definition(
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [1, 2, 5])
+@pytest.mark.parametrize("splits", [1, 5, *also(2)])
 @pytest.mark.parametrize(("bits", "weights"), [((4, 4), "two"), ((16, 16), "none"), ((3, 8), "tied")])
 def test_programs_that_share_a_head_give_the_same(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, splits: int, bits: tuple[int, int], weights: str
@@ -229,7 +230,7 @@ def rows_of(call: Arguments, counts: list[int]) -> Arguments:
 
 
 @pytest.mark.parametrize(("bits", "group"), [((16, 16), 1), ((4, 4), 4), ((8, 3), 7)])
-@pytest.mark.parametrize("splits", [None, 3])
+@pytest.mark.parametrize("splits", [3, *also(None)])
 def test_rows_have_as_many_queries_as_they_like(
     attend: Attend, device: torch.device, bits: tuple[int, int], group: int, splits: int | None
 ) -> None:
@@ -282,7 +283,7 @@ def flat(call: Arguments) -> Arguments:
     ("bits", "weights", "dtype"),
     [((16, 16), "two", torch.float32), ((4, 4), "tied", torch.bfloat16), ((2, 8), "two", torch.float16)],
 )
-@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("varlen", [True, *also(False)])
 def test_heads_of_different_sizes_lie_in_one_store(
     attend: Attend, device: torch.device, bits: tuple[int, int], weights: str, dtype: torch.dtype, varlen: bool
 ) -> None:
@@ -298,7 +299,7 @@ def test_heads_of_different_sizes_lie_in_one_store(
 
 
 @pytest.mark.parametrize("bits", [(16, 16), (4, 4), (8, 2)])
-@pytest.mark.parametrize("varlen", [False, True])
+@pytest.mark.parametrize("varlen", [True, *also(False)])
 def test_rows_share_blocks(attend: Attend, device: torch.device, bits: tuple[int, int], varlen: bool) -> None:
     """Blocks of 64 tokens; two rows begin with the same two."""
     table = torch.tensor([[3, 1, 0, 4], [3, 1, 2, -1]], device=device, dtype=torch.int32)

@@ -24,7 +24,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
 from tests.helpers import zoo
-from tests.helpers.common import with_budget
+from tests.helpers.common import thinned, with_budget
 from tests.helpers.engines import starting
 
 METHODS = [
@@ -75,7 +75,7 @@ def answer_alone(method: str, ids: tuple[int, ...], count: int, cache: Compresse
 start = starting(model, rows=3, longest=100, prefill="stream", chunk=CHUNK)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_a_request_gets_the_tokens_it_would_get_alone(method: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Six requests over three rows, joining and leaving as they come; the clock is turned back every few tokens."""
     monkeypatch.setattr(table_rows, "LATEST", 110)
