@@ -248,7 +248,7 @@ def test_what_cannot_be_promised_says_so_in_one_line() -> None:
     for build, said in (
         (lambda: CompressedCache(model, "rehearse:loss=some"), "loss='some'"),
         (lambda: CompressedCache(model, "rehearse:loss=12"), "a share such as 2%"),
-        (lambda: CompressedCache(model, "rehearse:loss=2%:budget=1/4"), "no budget beside loss"),
+        (lambda: CompressedCache(model, "rehearse:loss=2%:budget=1/4"), "no budget together with loss"),
         (lambda: CompressedCache(model, "rehearse:loss=2%", prefill="stream"), "prefill='exact'"),
         (lambda: CompressedCache(model, "rehearse:loss=2%", memory="1MB"), "leave out memory"),
     ):
