@@ -51,7 +51,7 @@ def _tensors(layer: Any) -> list[Tensor]:
 
 
 def description(layers: Sequence[SlotLayer]) -> str:
-    """A line for each layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
+    """A line for each layer: slots of its smallest and largest head, bits, bytes (synchronises with the GPU)."""
     offloaded = any(layer.table.host is not None for layer in layers)
     lines = ["layer  slots of a head   bits k/v         bytes" + "      on the host" * offloaded]
     for layer in layers:
