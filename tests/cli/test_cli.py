@@ -68,6 +68,8 @@ def test_commands_that_only_tell_import_neither_torch_nor_transformers(command: 
 QUICK = {
     "recommend": ["recommend", "--model", "qwen2.5-coder-1.5b", "--context", "32000", "--memory", "200MB"],
     "busy port": ["serve", "--port", "{port}"],
+    "no such GPU": ["recommend", "--model", "smollm2-135m", "--context", "100", "--gpu", "h999"],
+    "no such model": ["recommend", "--model", "nothing", "--context", "100", "--gpu", "h100"],
 }
 
 
