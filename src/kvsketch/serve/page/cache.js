@@ -38,7 +38,7 @@ export async function show(each) {
     ["cache", `${megabytes(held)}, ${percent(held / each.full_bytes)} of full`],
     ["read in", `${seconds(1000 * each.seconds)} (${count(Math.round(each.tokens / each.seconds))} tokens/s)`],
     ["method", foldable(each.method)],
-    ...(each.promise ? [["promise", each.promise]] : []),
+    ...(each.promise ? [["loss", each.promise]] : []),
   ]);
   bars(each.full_bytes, held);
   picture(each);
