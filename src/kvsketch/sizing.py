@@ -14,13 +14,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from kvsketch.byte_sizes import parsed
-from kvsketch.cache.memory import Sizes, sizes_of
-from kvsketch.methods import Method, parse_method
 from kvsketch.models.catalog import CATALOG, ModelCard
 from kvsketch.models.loading import HUB_NAME
+
+if TYPE_CHECKING:
+    from kvsketch.cache.memory import Sizes
+    from kvsketch.methods import Method
 
 RESERVE = 0.1  # of the memory, for activations and workspace: what vLLM leaves free too
 METHODS = "full,full:bits=4,rehearse:budget=50%,rehearse:budget=40%,rehearse:budget=20%:replay=exact"
@@ -90,18 +92,19 @@ def shape_of(model: str) -> tuple[Any, int]:
     model: a config.json, a folder with one, a short name of `kvsketch models`, or a hub name, of which nothing but
     config.json is fetched.
     """
+    path = Path(model).expanduser()
+    known = next((card for card in CATALOG.values() if model.lower() in (card.name, card.hub_repo.lower())), None)
+    if not path.exists() and known is None and not HUB_NAME.fullmatch(model):
+        names = ", ".join(CATALOG)
+        raise ValueError(f"--model {model} is no config.json, no folder with one, no hub name and none of {names}")
+    # A wrong name is answered before this import, which takes seconds.
     from transformers import AutoConfig
 
-    path = Path(model).expanduser()
     if path.exists():
         config = AutoConfig.from_pretrained(str(path))
         return config, weight_bytes(config)
-    for card in CATALOG.values():
-        if model.lower() in (card.name, card.hub_repo.lower()):
-            return _config_of_card(card), 2 * card.parameters
-    if not HUB_NAME.fullmatch(model):
-        names = ", ".join(CATALOG)
-        raise ValueError(f"--model {model} is no config.json, no folder with one, no hub name and none of {names}")
+    if known is not None:
+        return _config_of_card(known), 2 * known.parameters
     try:
         config = AutoConfig.from_pretrained(model, trust_remote_code=False)
     except Exception as error:
@@ -144,6 +147,9 @@ def plans(
     weights: int | None = None,
 ) -> list[Plan]:
     """What each method takes and gives. `weights`: their bytes, counted from the config unless given."""
+    from kvsketch.cache.memory import sizes_of
+    from kvsketch.methods import parse_method
+
     weights = weight_bytes(config) if weights is None else weights
     own = sizes_of(config, demand.context - demand.document)
     shared = sizes_of(config, demand.document) if demand.document else None

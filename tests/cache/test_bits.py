@@ -285,4 +285,6 @@ def test_a_notebook_shows_five_facts() -> None:
     assert facts["tokens read"] == "96" and facts["tokens stored"] == "24 a head on average"
     share = cache.device_bytes / full_bytes(cache.layers)
     assert facts["bits"] == "keys 4, values 4" and f"{share:.1%} of the full cache's" in facts["memory"]
+    assert overview(CompressedCache(model, "full"))["bits"] == "not quantised", "but of float32, not of 16 bits"
+    assert overview(CompressedCache(model, "full:key_bits=8"))["bits"] == "keys 8, values not quantised"
     assert cache._repr_html_().count("<tr>") == 5 and "&#x27;" in cache._repr_html_()

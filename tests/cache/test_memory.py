@@ -168,7 +168,7 @@ def test_shares_of_tokens_are_those_that_pages_name() -> None:
     ("text", "said"),
     [
         ("rehearse:bytes=1/8:budget=40%", "no budget beside bytes"),
-        ("rehearse:bytes=1/8:loss=2%", "no bytes beside loss"),
+        ("rehearse:bytes=1/8:loss=2%", "no bytes together with loss"),
         ("snapkv:bytes=1024", "a share such as 1/8"),
         ("snapkv:bytes=3/2", "outside"),
         ("rehearse:bytes=1/5000", r"bytes=1/5000 cannot be had: .* is too little"),

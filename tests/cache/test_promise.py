@@ -151,7 +151,7 @@ def test_a_text_that_is_said_again_but_not_answered_from_needs_more(monkeypatch:
     pretend(monkeypatch, lambda *_: 0.0, lambda rung, number: rung < quarter and number % 5 == 0)
     cache = read(model, ids, "rehearse:loss=5%")
     assert kept(cache) == quarter
-    assert "0 of 96 lookups: at most 3.1% with 95% confidence" in cache.describe()
+    assert "0 of 96 lookups lost: at most 3.1% with 95% confidence" in cache.describe()
 
 
 def test_samples_that_chose_nothing_must_agree(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,7 +230,7 @@ def test_the_curve_is_saved_told_copied_and_forgotten(tmp_path: Path) -> None:
     model, ids = zoo.build("llama", **SIZES), zoo.tokens(1, 200)
     cache = read(model, ids, "rehearse:loss=90%")
     assert cache.method.budget.share is not None and float(cache.method.budget.share) == 1 / 32
-    assert "loss of at most 90.0% promised" in cache.describe()
+    assert "limit of the loss 90.0%: rehearse" in cache.describe()
     cache.save(tmp_path / "text.kvs")
     loaded = CompressedCache.load(tmp_path / "text.kvs", model)
     assert loaded.promise == cache.promise == copy.deepcopy(cache).promise
@@ -248,7 +248,7 @@ def test_what_cannot_be_promised_says_so_in_one_line() -> None:
     for build, said in (
         (lambda: CompressedCache(model, "rehearse:loss=some"), "loss='some'"),
         (lambda: CompressedCache(model, "rehearse:loss=12"), "a share such as 2%"),
-        (lambda: CompressedCache(model, "rehearse:loss=2%:budget=1/4"), "no budget beside loss"),
+        (lambda: CompressedCache(model, "rehearse:loss=2%:budget=1/4"), "no budget together with loss"),
         (lambda: CompressedCache(model, "rehearse:loss=2%", prefill="stream"), "prefill='exact'"),
         (lambda: CompressedCache(model, "rehearse:loss=2%", memory="1MB"), "leave out memory"),
     ):

@@ -359,7 +359,7 @@ def test_what_is_refused(tmp_path: Path) -> None:
         CompressedCache(model, REHEARSE).continued()
     with pytest.raises(ValueError, match=r"snapkv:budget=32.* use one of full, expected, rehearse"):
         read(model, "snapkv:budget=32:window=8").continued()
-    with pytest.raises(ValueError, match="cannot be continued beside other texts"):
+    with pytest.raises(ValueError, match="cannot be continued by several texts"):
         read(model, "rehearse:replay=exact").continued()
     pair = CompressedCache(model, REHEARSE)
     kvsketch.prefill(model, zoo.tokens(2, 70), pair)
@@ -407,7 +407,7 @@ def test_what_it_takes_and_what_it_shares() -> None:
     assert cache.device_bytes < document.device_bytes
     shared = sum(tensor.nbytes for tensor in tensors_of(document))
     last = cache.describe().splitlines()[-1]
-    assert last == f"beside a document of 150 tokens, {shared:,} bytes that others may share"
+    assert last == f"document: 150 tokens, {shared:,} bytes that others may share"
 
 
 @pytest.mark.parametrize("family", ["qwen3", "gpt_neox", "gpt2", "opt", "gptj", "stablelm"])

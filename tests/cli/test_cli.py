@@ -11,6 +11,7 @@ import sys
 import tomllib
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,6 +29,7 @@ from kvsketch.cli.boundary import one_line
 from kvsketch.cli.generate import Asked, read_request
 from kvsketch.cli.methods import TABLE, describe
 from kvsketch.cli.options import COMPARED_MODEL, DEFAULT_MODEL
+from kvsketch.cli.serve import greeting
 from kvsketch.cli.watching import quick_dtype
 from kvsketch.compiler import Programs, programs
 from kvsketch.methods.rehearse import Rehearse
@@ -66,7 +68,19 @@ def test_commands_that_only_tell_import_neither_torch_nor_transformers(command: 
 QUICK = {
     "recommend": ["recommend", "--model", "qwen2.5-coder-1.5b", "--context", "32000", "--memory", "200MB"],
     "busy port": ["serve", "--port", "{port}"],
+    "no such GPU": ["recommend", "--model", "smollm2-135m", "--context", "100", "--gpu", "h999"],
+    "no such model": ["recommend", "--model", "nothing", "--context", "100", "--gpu", "h100"],
 }
+
+
+def test_a_server_names_its_method_as_it_was_given() -> None:
+    """A share of bytes is read as a budget of tokens, which nobody has typed."""
+    engine = SimpleNamespace(state=lambda: SimpleNamespace(rows=4, queue=32))
+    service = SimpleNamespace(name="tiny", method="rehearse:budget=37.4%", context=8192, engine=engine)
+    server = SimpleNamespace(service=service, address="http://127.0.0.1:8000")
+    line = greeting(server, True, "rehearse:bytes=1/8")[0]
+    assert line.startswith("tiny, rehearse:bytes=1/8 (for this model rehearse:budget=37.4%): up to 8,192 tokens")
+    assert greeting(server, True, service.method)[0].startswith("tiny, rehearse:budget=37.4%: up to")
 
 
 @pytest.mark.parametrize("command", QUICK)
@@ -469,7 +483,7 @@ def test_a_mistake_is_one_line_and_exit_code_two(mistake: str, folder: str) -> N
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"\x89PNG\xff", "is not text in UTF-8"), (b"a\0b", "is not text in UTF-8"), (b" \n", "is empty")],
+    [(b"\x89PNG\xff", "is a picture"), (b"a\0b", "is not text in UTF-8"), (b" \n", "is empty")],
 )
 def test_a_file_that_is_no_text_is_named(content: bytes, message: str, folder: str, tmp_path: Path) -> None:
     file = tmp_path / "picture.png"

@@ -11,6 +11,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from typer.testing import CliRunner
 
 from kvsketch import CompressedCache, advice, sizing
+from kvsketch.cache.memory import sizes_of
 from kvsketch.cli import app
 from kvsketch.models import CATALOG
 
@@ -109,7 +110,7 @@ def test_a_built_in_model_is_sized_by_its_card(name: str, monkeypatch: pytest.Mo
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
     config, weights = sizing.shape_of(name)
     card = next(each for each in CATALOG.values() if name in (each.name, each.hub_repo))
-    short, long = (sizing.sizes_of(config, tokens).full for tokens in (1000, 2000))
+    short, long = (sizes_of(config, tokens).full for tokens in (1000, 2000))
     assert (long - short) == 1000 * card.kv_bytes_per_token and weights == 2 * card.parameters
 
 

@@ -62,7 +62,9 @@ def test_other_encodings_are_read_with_a_note(data: bytes, text: str, note: str)
 @pytest.mark.parametrize(
     ("data", "told"),
     [
-        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "is not text in UTF-8, UTF-16 or Latin-1; kvsketch reads plain text"),
+        (b"\x89PNG\r\n\x1a\n\0\0\0\rIHDR", "a.bin is a picture; run a text recognition on it first"),
+        (b"\xff\xd8\xff\xe0 no zero byte", "a.bin is a picture"),
+        (b"\x7fELF\0", "is not text in UTF-8, UTF-16 or Latin-1; kvsketch reads plain text"),
         ("Мост был построен".encode("cp1251"), "is not text in UTF-8"),
         (b"a\0b", "is not text"),
         (b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1" + b"\0" * 600, "a file of an old Office .* save it as .docx"),
@@ -299,7 +301,7 @@ def test_pdf_is_opened(pdf: Any) -> None:
     read = read_file(pdf(pages=3), "a report")
     assert read.text.split("\n\n") == ["The harbour is deep"] * 3
     assert read.places == ((0, "page 1"), (21, "page 2"), (42, "page 3"))
-    with pytest.raises(ValueError, match="a report is a PDF that cannot be read: "):
+    with pytest.raises(ValueError, match="a report is a PDF that cannot be read: it is damaged or not whole; copy"):
         text_of(b"%PDF-1.4 nothing", "a report")
     with pytest.raises(ValueError, match="a report is a PDF without text"):
         text_of(pdf(lines=0), "a report")

@@ -149,6 +149,7 @@ def test_a_document_is_read_asked_and_compared(browser: Any, address: str, tmp_p
     assert page.locator("#text .l8").count() > 0 and page.locator("#text .l0").count() > 0
     assert page.locator("#slots i").count() == 4, "two layers of two heads"
     assert "of full" in page.locator("#numbers").inner_text()
+    assert page.locator("#numbers wbr").count() > 0, "a method folds between its parameters"
     page.locator("#settings summary").click()
     page.get_by_label("Longest answer").fill("12")
     page.get_by_label("then ask the full cache too").check()

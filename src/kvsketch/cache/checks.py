@@ -48,7 +48,7 @@ def _comes_again(view: LayerView, query: Tensor, kwargs: dict[str, Any]) -> bool
 
 
 def require_finite(keys: Tensor, values: Tensor, layer: int, seen: int, model_name: str) -> None:
-    """Raises ValueError when a new token's key or value [B, H, n, D] is nan or inf; asks the device.
+    """Raises ValueError when a new token's key or value [B, H, n, D] is nan or inf; synchronises with the GPU.
 
     Done on request: `CompressedCache(model, method, check=True)`.
     """

@@ -30,7 +30,7 @@ def support(layers: Sequence[Any], method: Method, model_name: str, broken_off: 
     table = slots[0].table
     if (reason := method.capabilities.documents.reason) is not None:
         return no(
-            f"{method} cannot be continued beside other texts: {reason}; use one of "
+            f"{method} cannot be continued by several texts: {reason}; use one of "
             f"{', '.join(supporting('documents'))}, or a copy.deepcopy(cache)"
         )
     if len(slots) < len(layers):

@@ -27,7 +27,7 @@ class Doubt:
         self.sums += torch.stack([torch.where(counts > 0, unsure, 0.0), counts])
 
     def values(self) -> list[float]:
-        """By row; 0 of an answer without a token (asks the device)."""
+        """By row; 0 of an answer without a token (synchronises with the GPU)."""
         unsure, tokens = self.sums.double().cpu()
         return (unsure / tokens.clamp_min(1)).clamp(0, 1).tolist()
 

@@ -51,7 +51,7 @@ def _tensors(layer: Any) -> list[Tensor]:
 
 
 def description(layers: Sequence[SlotLayer]) -> str:
-    """A line for each layer: slots of its smallest and largest head, bits, bytes (asks the device)."""
+    """A line for each layer: slots of its smallest and largest head, bits, bytes (synchronises with the GPU)."""
     offloaded = any(layer.table.host is not None for layer in layers)
     lines = ["layer  slots of a head   bits k/v         bytes" + "      on the host" * offloaded]
     for layer in layers:
@@ -71,7 +71,7 @@ def description(layers: Sequence[SlotLayer]) -> str:
     if layers[0].table.document is not None:
         tensors = [t for layer in layers if layer.table.document is not None for t in layer.table.document.tensors()]
         shared = sum(tensor.nbytes for tensor in tensors)
-        lines.append(f"beside a document of {layers[0].table.before:,} tokens, {shared:,} bytes that others may share")
+        lines.append(f"document: {layers[0].table.before:,} tokens, {shared:,} bytes that others may share")
     return "\n".join(lines)
 
 
@@ -181,7 +181,7 @@ def fitted(method: Method, memory: int, context: int, count: Callable[[Method], 
     needed = count(method)
     if needed is None:
         reason = method.capabilities.memory.reason or "what it holds here is not known"
-        raise ValueError(f"{method}: its bytes cannot be told, {reason}; or leave out memory")
+        raise ValueError(f"{method}: its bytes cannot be computed, {reason}; or leave out memory")
     most = with_budget(method, context)
     if not hasattr(method, "budget") or (most is not None and count(most) == count(_least(method, context))):
         # Every token is kept whatever the budget.

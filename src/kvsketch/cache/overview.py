@@ -9,7 +9,7 @@ from typing import Any
 from kvsketch.cache import memory
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.slots.bytes import token_bytes
-from kvsketch.slots.codes import MANY
+from kvsketch.slots.codes import MANY, PLAIN, FewBits
 
 
 def overview(cache: Any) -> dict[str, str]:
@@ -25,9 +25,17 @@ def overview(cache: Any) -> dict[str, str]:
         "method": str(cache.method),
         "tokens read": f"{cache.tokens_seen:,}",
         "tokens stored": f"{cache.tokens_per_head:,} a head on average{spread}",
-        "bits": f"keys {bits.keys or MANY}, values {bits.values or MANY}" + ", learned directions" * bool(bits.bases),
+        "bits": precision(bits),
         "memory": f"{memory.text_of(held)}{host}{share}",
     }
+
+
+def precision(bits: FewBits) -> str:
+    """`keys 4, values 4`; vectors that are not quantised have the dtype of the model, which need not be of 16 bits."""
+    if not bits:
+        return "not quantised"
+    keys, values = (f"{each}" if each != PLAIN else "not quantised" for each in (bits.keys or MANY, bits.values))
+    return f"keys {keys}, values {values}" + ", learned directions" * bool(bits.bases)
 
 
 def full_bytes(layers: Iterable[Any]) -> int:

@@ -78,15 +78,15 @@ class Promise:
 
     def __str__(self) -> str:
         tried = ", ".join(f"{rung.loss:.1%} at {rung.bytes:.1%}" for rung in self.curve)
-        said = f"loss of at most {self.loss:.1%} promised, kept {self.kept}; loss at bytes: {tried}"
+        said = f"limit of the loss {self.loss:.1%}: {self.kept} was chosen; losses at shares of bytes: {tried}"
         if self.checked is None:
             return said
         own = self.checked
-        said += f"; {self.probed:.0%} of the text probed; samples that did not choose the cache lost {own.loss:.1%}"
+        said += f"; {self.probed:.0%} of the text tested; loss in samples drawn after the choice {own.loss:.1%}"
         if not own.asked:
             return f"{said}; the full cache itself answered no lookup"
-        bound = most_lost(own.lost, own.asked)
-        return f"{said}, and {own.lost} of {own.asked} lookups: at most {bound:.1%} with {CONFIDENCE:.0%} confidence"
+        bound = f"at most {most_lost(own.lost, own.asked):.1%} with {CONFIDENCE:.0%} confidence"
+        return f"{said}, and {own.lost} of {own.asked} lookups lost: {bound}"
 
 
 @dataclass(frozen=True)

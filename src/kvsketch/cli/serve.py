@@ -109,17 +109,19 @@ def serve(
     running = server.Server(
         service, host, api_key=api_key, largest_body=most, drain=drain, cors=cors or (), bound=bound
     )
-    for line in greeting(running, api_key is not None):
+    for line in greeting(running, api_key is not None, str(chosen)):
         remarks().print(line, markup=False, soft_wrap=True)
     running.run()
 
 
-def greeting(server: Any, has_key: bool) -> list[str]:
+def greeting(server: Any, has_key: bool, chosen: str) -> list[str]:
+    """What a server says when it is ready. `chosen`: the method as it was named; a share of bytes becomes a budget."""
     service = server.service
+    method = chosen if chosen == str(service.method) else f"{chosen} (for this model {service.method})"
     state = service.engine.state()
     at_once = f"{counted(state.rows, 'request')} at a time"
     known = "clients need the key" if has_key else "no API key, so only this machine is served; see --api-key"
     return [
-        f"{service.name}, {service.method}: up to {service.context:,} tokens, {at_once}, {state.queue} may wait",
+        f"{service.name}, {method}: up to {service.context:,} tokens, {at_once}, {state.queue} may wait",
         f"page {server.address}/   API {server.address}/v1   ({known})",
     ]

@@ -59,7 +59,7 @@ def _moved(table: SlotTable, queries: Tensor, row: int) -> Tensor:  # [2, H]
 
 
 def settle_bits(tables: Sequence[SlotTable], slots: Sequence[Tensor] | None = None) -> None:
-    """Chooses the bits of all tables where a prompt has yet to (asks the device once).
+    """Chooses the bits of all tables where a prompt has yet to (synchronises with the GPU once).
 
     `slots` of one number: how many each of them will hold, else as many as it holds.
     """

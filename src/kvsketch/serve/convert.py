@@ -37,6 +37,7 @@ OPF = "{http://www.idpf.org/2007/opf}"
 UNCOMPUTED = re.compile(rb"<f(?:\s[^>]*)?>[^<]*</f>(?:<v\s*/>|<v></v>)?</c>")
 FORBIDDEN = ("socket.", "subprocess.", "os.exec", "os.fork", "os.posix_spawn", "os.spawn", "os.system", "urllib.")
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT
+DAMAGED = "it is damaged or not whole; copy it again"
 Part = tuple[str, str]  # the name of a place, "" for none, and its text
 
 
@@ -72,7 +73,7 @@ def converted(data: bytes, kind: str, pages: int, characters: int, unpacked: int
     except Refused as error:
         return {"error": str(error)}
     except zipfile.BadZipFile:
-        return {"error": "it is damaged or not whole; copy it again"}
+        return {"error": DAMAGED}
     except Exception as error:  # a damaged or locked file fails in many ways
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -201,6 +202,8 @@ def pdf(data: bytes, notes: list[str]) -> Iterator[Part]:
         locked = reader.is_encrypted and not reader.decrypt("")
     except pypdf.errors.DependencyError:
         raise ModuleNotFoundError(name="cryptography") from None
+    except pypdf.errors.PdfReadError:
+        raise Refused(DAMAGED) from None
     if locked:
         raise Refused("it is protected by a password; save a copy without one")
     for number, page in enumerate(reader.pages, 1):

@@ -38,10 +38,12 @@ HTML = re.compile(rb"\s*(?:<\?xml[^>]*>\s*)?(?:<!--[^>]*-->\s*)*<(?:!doctype\s+h
 CONTROLS = re.compile(r"[\x00-\x08\x0e-\x19\x1c-\x1f]")
 OLE = b"\xd0\xcf\x11\xe0\xa1\xb1\x1a\xe1"  # old Office files, and new ones with a password
 PASSWORD = "EncryptedPackage".encode("utf-16-le")
+PICTURES = (b"\x89PNG", b"\xff\xd8\xff", b"GIF8", b"II*\x00", b"MM\x00*")  # PNG, JPEG, GIF, TIFF
 # What begins with these bytes is known, and not read.
 OTHERS = {
     OLE: "a file of an old Office (.doc, .xls, .ppt); save it as .docx, .xlsx or .pptx",
     b"{\\rtf": "a file in Rich Text Format; save it as .docx or plain text",
+    **dict.fromkeys(PICTURES, "a picture; run a text recognition on it first"),
 }
 # The longer marks first: the mark of UTF-16 begins that of UTF-32.
 MARKS = (

@@ -449,7 +449,7 @@ class Doubt(NamedTuple):
         return cls(*slots.steps.flatten().max(0), slots.steps.shape, slots.codec.bits, what, layer)
 
     def error(self) -> NotFinite:
-        """Names the vector (asks the device)."""
+        """Names the vector (synchronises with the GPU)."""
         _, heads, count = self.shape
         head, slot = divmod(int(self.at), count)
         return NotFinite(

@@ -70,7 +70,7 @@ def replace_at(table: SlotTable, at: Tensor, values: Tensor) -> bool:
 
 
 def require_finite(tables: Sequence[SlotTable]) -> None:
-    """Raises NotFinite that names the first vector that could not be coded since the last call (asks the device)."""
+    """Raises NotFinite that names the first vector that could not be coded since the last call (synchronises)."""
     doubts = [doubt for table in tables for doubt in table.forward.doubts]
     for table in tables:
         table.forward.doubts.clear()

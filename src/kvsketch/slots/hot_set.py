@@ -76,7 +76,7 @@ class HotSet(TableState):
 
 
 def hit_rate(hot_sets: Iterable[HotSet]) -> float | None:
-    """Share of the reads of host rows that found them on the device (asks the device); None before the first read."""
+    """Share of the reads of host rows that found them on the device (synchronises); None before the first read."""
     counts = [hot.counts.sum((0, 1)).cpu() for hot in hot_sets if hot.counts is not None]
     total = sum(counts, torch.zeros(4, dtype=torch.int64))
     return float(total[HITS] / total[READS]) if total[READS] > 0 else None

@@ -21,7 +21,7 @@ def give(table: SlotTable, padding: Tensor | None) -> None:
 def learned(before: Tensor | None, visible: Tensor, seen: int) -> Tensor | None:
     """The padding after new tokens; `visible` [B, n]: which are real; `before`: the padding of the first `seen` tokens.
 
-    Only rows that are all padding so far can get more of it. Asks the device while the cache is empty.
+    Only rows that are all padding so far can get more of it. Synchronises with the GPU while the cache is empty.
     """
     if before is None and seen > 0:
         return None
@@ -62,5 +62,5 @@ def positions(padding: Tensor | None, index: Tensor) -> Tensor:
 
 
 def of_rows(padding: Tensor | None, rows: int) -> list[int]:
-    """One number for each of `rows` rows, on the host (asks the device)."""
+    """One number for each of `rows` rows, on the host (synchronises with the GPU)."""
     return [0] * rows if padding is None else padding.tolist()

@@ -299,7 +299,7 @@ class RequestPages:
     def take(self, page: int, seen: int, settled: int) -> list[SlotTable]:
         """The tables of a request in all layers; `seen` of its tokens are there, `settled` of them decided about.
 
-        What they read lies in the page. Asks the device.
+        What they read lies in the page. Synchronises with the GPU.
         """
         lie = self._numbered(page, seen, settled)
         return self.store.take(page, *lie, seen=seen, settled=settled, prompt_tokens=seen)

@@ -44,7 +44,7 @@ class Positions:
         return ops.rotate_keys(keys, index, clock, turns)
 
     def note(self, seen: int, held: int, coming: int) -> None:
-        """Warns once when a token is farther from a query than the model was trained on; never asks the device.
+        """Warns once when a token is farther from a query than the model was trained on; never synchronises.
 
         `held` slots are read after `seen` tokens, beside `coming` new tokens that are not in the table yet.
         """

@@ -153,7 +153,7 @@ class Rows(ABC):
 
     def take(self, row: int, seen: int) -> list[SlotTable]:
         """Takes a row of `seen` tokens that is due out: tables of equal heads with a batch row for each layer, those of
-        one format in one table. Asks the device.
+        one format in one table. Synchronises with the GPU.
         """
         raise NotImplementedError("no row of equal heads is ever due")
 

@@ -367,7 +367,7 @@ class Ragged:
     def take(
         self, entry: int, start: Tensor, capacity: Tensor, states: Sequence[TableState], **counts: Any
     ) -> list[SlotTable]:
-        """The entry as tables of one row, whose heads lie in the store, [L, H] (asks the device)."""
+        """The entry as tables of one row, whose heads lie in the store, [L, H] (synchronises with the GPU)."""
         most, own = capacity.amax(1).tolist(), self._beside(entry, capacity)
         return [
             self._taken(own, slice(layer, layer + 1), start, capacity, most[layer], state, **counts)

@@ -5,7 +5,7 @@
 A table is exact or bounded.
 - Exact: every token seen, in order, no weights. Buffers grow. The model's own attention kernel reads them.
 - Bounded: a fixed number of slots, written in place. A slot with log_den = -inf and index = -1 is empty; `next_slot`
-  says where the next token goes. A decode step neither allocates slots nor asks the device for a value.
+  says where the next token goes. A decode step neither allocates slots nor synchronises with the GPU.
 Between the two verbs of one forward, `append` and the method's `compress`, a bounded table that received several
 tokens at once is longer than its capacity; `compress` brings it back.
 
@@ -210,7 +210,7 @@ class SlotTable:
         return heads[0], heads[1], self.length
 
     def stored(self) -> int:
-        """The most slots any row and head really uses (asks the device)."""
+        """The most slots any row and head really uses (synchronises with the GPU)."""
         return int(self.used_slots().max())
 
     def used_slots(self) -> Tensor:  # [B, H]

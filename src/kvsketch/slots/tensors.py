@@ -105,7 +105,7 @@ def uploaded(tensors: Sequence[Tensor], devices: Sequence[torch.device]) -> list
 
 
 def fetched(tensors: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors of one dtype on the host (asks the device once)."""
+    """Tensors of one dtype on the host (synchronises with the GPU once)."""
     return fetching(tensors)()
 
 

@@ -167,7 +167,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         return pages, seen
 
     def _look_up(self, book: PageBook, blocks: Tensor, lengths: list[int], last: list[int]) -> None:
-        """Pages instead of `blocks`, in place; new requests get one (asks the device)."""
+        """Pages instead of `blocks`, in place; new requests get one (synchronises with the GPU)."""
         book.cover(len(pool_of(self.layer.kv_cache)))
         book.use(last)
         new = [i for i, (end, length) in enumerate(zip(self.ends, lengths, strict=True)) if 0 < end == length]
@@ -237,7 +237,8 @@ class TogetherBuilder(StepBuilder):
     def _close(self, together: Together, pool: Tensor, single: list[int], mixed: bool) -> list[int]:
         """Of the requests with one token those that generate; the others have read a part of their prompt.
 
-        Where nothing but single tokens comes, the step may be captured, and their prompts end here (asks the device).
+        Where nothing but single tokens comes, the step may be captured, and their prompts end here (synchronises
+        with the GPU).
         """
         pages = self._last_pages()
         if mixed:
@@ -246,7 +247,7 @@ class TogetherBuilder(StepBuilder):
         return single
 
     def _mixed(self, starts: list[int], lengths: list[int], single: list[int]) -> TogetherStep:
-        """A step with prompts; `single`: requests that generate (asks the device)."""
+        """A step with prompts; `single`: requests that generate (synchronises with the GPU)."""
         generate = {*single}
         prompts = [
             Prompt(page, starts[i], starts[i + 1], self.ends[i] - lengths[i])

@@ -64,7 +64,7 @@ class BlockLayer:
         """Moves the centers to the mean of tokens k [n, H, D], v [n, H, Dv] of a request that has `seen` others.
 
         The first tokens of a text are unlike all others and do not count. Nothing is learnt from tokens that are not
-        finite, or that go nowhere: those of a test. Asks the device, and only where there is something to learn.
+        finite, or that go nowhere: those of a test. Synchronises with the GPU only where there is something to learn.
         """
         first = max(0, EXACT - seen)
         if not self.learns_from(len(k) - first) or not bool((slots >= TOKENS).all()):
@@ -75,13 +75,13 @@ class BlockLayer:
             self.known = len(k) - first
 
     def write(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
-        """Puts tokens k [n, H, D], v [n, H, Dv] into their slots [n]; -1: nowhere. Asks the device for nothing."""
+        """Puts tokens k [n, H, D], v [n, H, Dv] into their slots [n]; -1: nowhere. Never synchronises with the GPU."""
         write_tokens(self.blocks(pool), k, v, slots)
 
     def decode(self, pool: Tensor, reading: Reading, q: Tensor) -> Tensor:
         """One token of each of B requests, which is written: q [B, Hq, D]; returns [B, Hq, Dv].
 
-        Asks the device for nothing.
+        Never synchronises with the GPU.
         """
         return block_attention(q, self.blocks(pool), reading, self.scale)
 

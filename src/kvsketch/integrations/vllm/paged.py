@@ -51,7 +51,7 @@ class PagedLayer:
         """One token of each of B requests: q [B, Hq, D], k [B, H, D], v [B, H, Dv]; returns [B, Hq, Dv].
 
         `rows` [B]: the page of each request; `seen` [B]: tokens before this one, negative where a row stands for no
-        request: its page stays as it is. Asks the device for nothing.
+        request: its page stays as it is. Never synchronises with the GPU.
         """
         table = pages.rows(rows, seen)
         table.append(k.unsqueeze(2), v.unsqueeze(2))

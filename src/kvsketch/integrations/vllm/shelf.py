@@ -83,7 +83,7 @@ class Shelf:
     def beside(self, uses: Tensor, dtype: torch.dtype) -> Beside:
         """The documents of B rows; uses [B, 3]: place, tokens before the row's own, positions to rotate by.
 
-        Asks the device for nothing on a GPU.
+        Never synchronises with the GPU on a GPU.
         """
         store, (places, _, ahead) = self.pages.store, uses.T.contiguous()
         own = store.named(places.clamp(0, len(self.pages.planes["kept"]) - 1))

@@ -260,7 +260,7 @@ class Together:
         """One token of each of B requests: q [B, Hq, D], k [B, H, D], v [B, H, Dv]; returns [B, Hq, Dv].
 
         `pages` [B]: where each request lies; `seen` [B]: tokens before this one. Page 0, or a negative number, is no
-        request. Asks the device for nothing.
+        request. Never synchronises with the GPU.
         """
         forward, query = self._forward(), q.unsqueeze(2)
         assert forward.pages is not None

@@ -136,7 +136,7 @@ def bound(recipe: Recipe, table: SlotTable, rows: list[RowPlan]) -> None:
 
 
 def make_room(recipe: Recipe, table: SlotTable) -> None:
-    """Halves the lightest tokens of the rows that are full, in place and without asking the device."""
+    """Halves the lightest tokens of the rows that are full, in place and without synchronising with the GPU."""
     num, den = table.log_weights()
     assert num is not None and den is not None
     due = row_schedule.due_rows(table)

@@ -1,8 +1,8 @@
 """How much each row of a table may hold and when it is full, counted on the host.
 
 Rows differ by their left padding. A row is full at a token count that is known in advance, and then again after every
-`freed` tokens, because making room frees a known number of slots. So a plain decode step neither asks the device nor
-works for rows that are not full, and a row does the same alone as in any batch.
+`freed` tokens, because making room frees a known number of slots. So a plain decode step neither synchronises with the
+GPU nor works for rows that are not full, and a row does the same alone as in any batch.
 """
 
 from __future__ import annotations

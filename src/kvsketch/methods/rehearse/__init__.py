@@ -101,9 +101,9 @@ class Rehearse(WaitingMethod):
             loss = Size.parse(cast(str, self.loss), f"{self.name}: loss")
             self._set("loss", loss)
             self._require("loss", loss.share is not None, "a share such as 2%")
-            self._require("budget", self.budget_size == Size.parse("50%"), "no budget beside loss")
-            self._require("bytes", self.bytes is None, "no bytes beside loss")
-        self._require("wait", not (self.told and self.promises), "a number of tokens beside a loss")
+            self._require("budget", self.budget_size == Size.parse("50%"), "no budget together with loss")
+            self._require("bytes", self.bytes is None, "no bytes together with loss")
+        self._require("wait", not (self.told and self.promises), "a number of tokens together with loss")
 
     def for_bytes(self, share: Fraction) -> Self:
         if (self.bits, self.key_bits, self.value_bits) != (FEW, None, None):

@@ -171,7 +171,7 @@ def in_blocks(part: Tensor | CodedSlots, blocks: Tensor) -> Tensor | CodedSlots:
 
 
 def queries_of(starts: Tensor) -> list[tuple[int, int]]:
-    """The first query of each row and the one behind its last (asks the device)."""
+    """The first query of each row and the one behind its last (synchronises with the GPU)."""
     return list(pairwise(starts.tolist()))
 
 

@@ -1,4 +1,4 @@
-"""Past attention in torch: weighted attention row by row (asks the device where rows differ in queries)."""
+"""Past attention in torch: weighted attention row by row (synchronises with the GPU where rows differ in queries)."""
 
 from __future__ import annotations
 

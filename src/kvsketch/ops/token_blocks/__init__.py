@@ -128,7 +128,7 @@ class TokenBlocks:
         return self.key, self.value
 
     def move(self, key_center: Tensor, value_center: Tensor) -> None:
-        """Codes all tokens anew, around centers [H, D] and [H, Dv]; asks the device.
+        """Codes all tokens anew, around centers [H, D] and [H, Dv]; synchronises with the GPU.
 
         A block that was never written is zero. The first token that comes to a block takes its first slot.
         """
@@ -171,7 +171,7 @@ class Reading:
     def of(cls, table: Tensor, lengths: Tensor, shape: BlockShape) -> Reading:
         """The blocks of each request, and how many tokens it has; long requests are read by more programs.
 
-        Asks the device for nothing. Rows of no tokens read nothing.
+        Never synchronises with the GPU. Rows of no tokens read nothing.
         """
         if kernel_for("token_blocks", table.device) is None:
             return cls(table, lengths, None)

@@ -11,7 +11,7 @@ from kvsketch.ops.weighted_attention.reference import weighted_attention
 
 
 def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
-    """See `kvsketch.ops.token_blocks.write_tokens` (asks the device)."""
+    """See `kvsketch.ops.token_blocks.write_tokens` (synchronises with the GPU)."""
     there = (slots >= 0).nonzero().flatten()
     block, slot = slots[there] // TOKENS, slots[there] % TOKENS
     begins = (slot == 0).nonzero().flatten()
@@ -25,7 +25,7 @@ def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> No
 
 
 def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: float) -> Tensor:
-    """See `kvsketch.ops.token_blocks.block_attention` (asks the device)."""
+    """See `kvsketch.ops.token_blocks.block_attention` (synchronises with the GPU)."""
     most = -(-int(reading.lengths.max()) // TOKENS) if len(reading.lengths) else 0
     if not most:
         return q.new_zeros(*q.shape[:2], blocks.value.codec.size)

@@ -37,13 +37,20 @@ export async function show(each) {
     ["stored by a head", `${count(Math.round(mean))} on average (${percent(mean / each.tokens)})`],
     ["cache", `${megabytes(held)}, ${percent(held / each.full_bytes)} of full`],
     ["read in", `${seconds(1000 * each.seconds)} (${count(Math.round(each.tokens / each.seconds))} tokens/s)`],
-    ["method", each.method],
-    ...(each.promise ? [["promise", each.promise]] : []),
+    ["method", foldable(each.method)],
+    ...(each.promise ? [["loss", each.promise]] : []),
   ]);
   bars(each.full_bytes, held);
   picture(each);
   await marked(each.id);
   if (shown === each.id) draw(each.id);
+}
+
+// A method folds between its parameters, never inside a number.
+function foldable(method) {
+  const made = element("span");
+  made.append(...method.split(/(?<=:)/).flatMap((part) => [part, element("wbr")]));
+  return made;
 }
 
 function numbers(rows) {
