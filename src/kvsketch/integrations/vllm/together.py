@@ -330,7 +330,10 @@ class Together:
         elif seen:
             assert forward.pages is not None
             if page not in forward.past:
-                forward.past[page] = forward.pages.take(page, seen, self.settled[page])
+                there = forward.pages.take(page, seen, self.settled[page])
+                forward.past[page] = [
+                    table.like(document=self._text_before(layer, page, document)) for layer, table in enumerate(there)
+                ]
             table = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
@@ -352,9 +355,11 @@ class Together:
         return cast(Tensor, attended[0].transpose(0, 1))
 
     def _empty_table(self, layer: int, page: int, document: Beside | None) -> SlotTable:
-        """Behind a document: coded around its center, and rehearsed behind its first tokens."""
-        before = None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
-        return SlotTable(self.places[layer], document=before)
+        return SlotTable(self.places[layer], document=self._text_before(layer, page, document))
+
+    def _text_before(self, layer: int, page: int, document: Beside | None) -> SlotTable | None:
+        """The document that a table continues: coded around its center, and rehearsed behind its first tokens."""
+        return None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
 
     def _divided(self, page: int, seen: int, new: int, document: Beside | None) -> DividedPrompt | None:
         """The prompt that these tokens are a part of, if it is held whole until all of it is there."""
