@@ -184,10 +184,12 @@ def test_what_a_request_says_is_coded_around_the_center_of_the_document() -> Non
     assert served.together.settled[2] == 0, "a question waits until more is said"
 
 
+@pytest.mark.parametrize("later", [50, 90], ids=["with others", "by itself"])
 @pytest.mark.parametrize("bits", [16, 4])
-def test_a_later_part_behind_a_document_keeps_what_a_cache_of_its_own_keeps(bits: int) -> None:
+def test_a_later_part_behind_a_document_keeps_what_a_cache_of_its_own_keeps(bits: int, later: int) -> None:
     """It has no sinks of its own, its first tokens wait, and it is scored behind those of the document."""
-    served, later = Served(bits), 90
+    served = Served(bits)
+    served.together.most_held = 400
     served.stored()
     served.begin({2: Use(1, DOCUMENT)})
     parts = served.tokens(30), served.tokens(later)

@@ -385,6 +385,7 @@ class KVSketchImpl(AttentionImpl[Any]):
             divides = connected and self.config.scheduler_config.enable_chunked_prefill
             longest = self.config.model_config.max_model_len if divides else 0
             self.together.most_whole = most = settings.most_whole(longest, self.together.token_bytes, free)
+            self.together.most_held = max(most, self.config.scheduler_config.max_num_batched_tokens)
             if most:
                 logger.info_once(
                     "kvsketch: prompts that vLLM reads in several forwards are held whole until the last, up to %d "
