@@ -10,7 +10,8 @@ import torch
 
 from kvsketch.integrations.vllm.behind import Prompt, alike
 from kvsketch.integrations.vllm.kept_pages import WAIT, KeptPages, LivePage, Turn
-from tests.integrations.test_vllm_together import HEADS, LAYERS, Served
+from kvsketch.methods.replay_map import ReplayMap
+from tests.integrations.test_vllm_together import HEADS, LAYERS, SIZE, Served
 
 
 class Turns(Served):
@@ -54,6 +55,26 @@ def test_turns_of_many_requests_are_those_of_each_alone(bits: int) -> None:
     served.turns({1: 30, 2: 2})
     for page, request in served.alone.items():
         assert served.kept(page) == request.kept()
+
+
+def test_learned_maps_score_the_turns_that_they_score_in_a_cache_of_its_own() -> None:
+    """A prompt and a turn with nothing waiting before it, by layers; the others by their virtual replay."""
+    kept = []
+    for is_learned in (True, False):
+        served = Turns("rehearse:budget=40:wait=64:recent=8:bits=16")
+        if is_learned:
+            random = torch.Generator().manual_seed(1)
+            queries = {layer: torch.randn(4, 2 * SIZE + 2, SIZE, generator=random) * 0.2 for layer in range(LAYERS)}
+            scores = {layer: torch.randn(HEADS, 8, 1, generator=random) * 0.3 for layer in range(LAYERS)}
+            served.method = served.together.method = served.method.with_map(ReplayMap(queries, scores))
+        served.forward([], {1: 90, 2: 130})
+        served.turns({1: 66, 2: 20})
+        served.turns({1: 5, 2: 50})
+        assert served.together.settled == {1: 156, 2: 200}
+        for page, request in served.alone.items():
+            assert served.kept(page) == request.kept()
+        kept.append(served.kept(1))
+    assert kept[0] != kept[1]
 
 
 def test_a_due_turn_that_cannot_stay_whole_is_compressed_later() -> None:

@@ -313,6 +313,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         """Reads the method."""
         self.method = settings.chosen_method(self.config.additional_config, self.config.model_config.hf_config)
         settings.refuse_bits(self.method, self.head_size)
+        settings.refuse_maps(self.method, self.config.parallel_config)
         if self.config.cache_config.enable_prefix_caching and not isinstance(self.method, WaitingMethod):
             logger.warning_once(
                 "kvsketch: prefix caching finds nothing, for pages of %s are not used again; rehearse has such pages. "

@@ -304,6 +304,7 @@ class Together:
             page, own = prompt.page, self.own_tokens(prompt.page, prompt.seen)
             continues = own > 0 or bool(self.uses.get(page, Use()).place)
             alone = page in self.stores or page in self.divided or prompt.tokens > self.room
+            alone |= _needs_maps(self.method, own - self.settled.get(page, 0), prompt.tokens)
             if not continues or alone:
                 forward.alone.append(prompt)
                 continue
@@ -570,6 +571,14 @@ class Together:
         table = pages.stack(page, seen, self.settled[page]).like(document=self._stacked_document(page))
         table.forward.scale = self.scales[0]
         return table
+
+
+def _needs_maps(method: WaitingMethod, waiting: int, new: int) -> bool:
+    """Whether each layer scores new tokens with a map of its own: those that are due, with none that wait.
+
+    Others are scored with the queries that wait, which no map predicts, in all layers at once.
+    """
+    return not waiting and new >= method.most_waiting and isinstance(method, Rehearse) and method.learned is not None
 
 
 @contextlib.contextmanager
