@@ -98,9 +98,7 @@ def test_learned_maps_are_those_of_the_file_that_is_named(tmp_path: Path) -> Non
     method = chosen_method(given, config)
     assert isinstance(method, Rehearse) and method.learned == maps
     refuse_maps(method, SimpleNamespace(tensor_parallel_size=1))
-    with pytest.raises(
-        ValueError, match=r"\A[^\n]*tensor_parallel_size=2: [^\n]*use tensor_parallel_size=1"
-    ):
+    with pytest.raises(ValueError, match=r"\A[^\n]*tensor_parallel_size=2: [^\n]*use tensor_parallel_size=1"):
         refuse_maps(method, SimpleNamespace(tensor_parallel_size=2))
     with pytest.raises(ValueError, match=r"belongs to another model: num_attention_heads is 4 in the file and 8 here"):
         chosen_method(given, LlamaConfig(**(shape | {"num_attention_heads": 8})))
@@ -111,7 +109,9 @@ def test_prompts_that_are_held_whole_take_an_eighth_of_the_memory(free: int | No
     assert most_whole(1000, 1000, free) == tokens
 
 
-@pytest.mark.parametrize("text", ["full:bits=4", "full:bits=8", "full:key_bits=8:value_bits=4"])
+@pytest.mark.parametrize(
+    "text", ["full:bits=4", "full:bits=8", "full:bits=3", "full:bits=2", "full:key_bits=8:value_bits=4"]
+)
 def test_all_tokens_in_few_bits_are_served(text: str) -> None:
     given = {"kvsketch": text}
     assert keeps_all(given) and not keeps_all({"kvsketch": "h2o:budget=64"})
