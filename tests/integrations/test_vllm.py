@@ -192,7 +192,9 @@ def test_two_processes_share_the_heads(folder: Path, method: str) -> None:
 
 
 def test_a_wrong_method_ends_the_start(folder: Path) -> None:
-    with pytest.raises(ValueError, match=r"h2o: budget=25% is a share of the prompt.*use a number of tokens"):
+    with pytest.raises(
+        ValueError, match=r"h2o cannot be served by vLLM: budget=25% is a share of the prompt.*use a number"
+    ):
         engine(folder, "h2o:budget=25%")
 
 

@@ -10,11 +10,16 @@ import torch
 
 from kvsketch.integrations.vllm.behind import Prompt, alike
 from kvsketch.integrations.vllm.kept_pages import WAIT, KeptPages, LivePage, Turn
-from tests.integrations.test_vllm_together import HEADS, LAYERS, Served
+from kvsketch.methods.replay_map import ReplayMap
+from tests.integrations.test_vllm_together import HEADS, LAYERS, SIZE, Served
 
 
 class Turns(Served):
     """The same, with all prompts of a forward read as vLLM's backend reads them."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text)
+        self.together.most_held = 400
 
     def turns(self, prompts: dict[int, int]) -> None:
         news = {page: self.tokens(n) for page, n in prompts.items()}
@@ -44,14 +49,56 @@ def test_turns_of_many_requests_are_those_of_each_alone(bits: int) -> None:
     served.turns({1: 5, 3: 30, 2: 2})
     served.forward([1, 2, 3], {})
     served.turns({2: 17, 3: 20, 1: 3})
-    if bits == 16:
-        # 3 is rehearsed with what waited, and 1 alone. In few bits both were coded first, where a cache of its own
-        # rehearses the tokens of a turn before it codes them.
-        served.turns({3: 20, 1: 40})
-        served.forward([3, 1, 2], {})
-        served.turns({1: 30, 2: 2})
+    # 3 is rehearsed with what waited, and 1 alone.
+    served.turns({3: 20, 1: 40})
+    served.forward([3, 1, 2], {})
+    served.turns({1: 30, 2: 2})
     for page, request in served.alone.items():
         assert served.kept(page) == request.kept()
+
+
+def test_learned_maps_score_the_turns_that_they_score_in_a_cache_of_its_own() -> None:
+    """A prompt and a turn with nothing waiting before it, by layers; the others by their virtual replay."""
+    kept = []
+    for is_learned in (True, False):
+        served = Turns("rehearse:budget=40:wait=64:recent=8:bits=16")
+        if is_learned:
+            random = torch.Generator().manual_seed(1)
+            queries = {layer: torch.randn(4, 2 * SIZE + 2, SIZE, generator=random) * 0.2 for layer in range(LAYERS)}
+            scores = {layer: torch.randn(HEADS, 8, 1, generator=random) * 0.3 for layer in range(LAYERS)}
+            served.method = served.together.method = served.method.with_map(ReplayMap(queries, scores))
+        served.forward([], {1: 90, 2: 130})
+        served.turns({1: 66, 2: 20})
+        served.turns({1: 5, 2: 50})
+        assert served.together.settled == {1: 156, 2: 200}
+        for page, request in served.alone.items():
+            assert served.kept(page) == request.kept()
+        kept.append(served.kept(1))
+    assert kept[0] != kept[1]
+
+
+def test_a_due_turn_that_cannot_stay_whole_is_compressed_later() -> None:
+    """Its page has room for it, and it waits there in few bits; a draft is not decided about."""
+    served = Turns("rehearse:budget=40:wait=64:recent=8")
+    served.forward([], {1: 90})
+    served.together.most_held = 100
+    served.together.prompts[1] = 154
+    prompt = Prompt(1, 0, 64, 90)
+
+    def is_held() -> bool:
+        served.together.begin(served.pool)
+        for layer, (q, k, v) in enumerate(served.tokens(64)):
+            served.together.read_prompts(layer, [prompt], q, k, v, torch.empty_like(q))
+        assert served.together.forward is not None
+        return bool(served.together.forward.due)
+
+    assert not is_held()
+    served.together.most_held = 128  # keys and values of 64 tokens, and as many bytes of queries
+    assert is_held()
+    served.together.prompts[1] = 153
+    assert not is_held()
+    served.together.catch_up(served.pool, [(1, 154)])
+    assert served.together.settled[1] == 154
 
 
 def test_a_long_turn_is_read_alone_and_a_full_page_is_settled_first() -> None:
@@ -59,6 +106,7 @@ def test_a_long_turn_is_read_alone_and_a_full_page_is_settled_first() -> None:
     served.forward([], {1: 90, 2: 130})
     served.turns({1: 60, 2: 100})
     assert served.together.settled == {1: 90, 2: 230}
+    served.together.most_held = 0  # nothing is held
     seen = served.seen[1]
     served.together.begin(served.pool)
     for layer, (q, k, v) in enumerate(served.tokens(50)):

@@ -54,8 +54,12 @@ def divergence(model: Any, served: BlockModel, request: int, tokens: list[int], 
 
 
 @pytest.mark.parametrize(
-    ("method", "most"), [("full:bits=8", 1e-4), ("full:bits=4", 0.01), ("full:key_bits=8:value_bits=4", 0.01)]
-)
+    ("method", "most"),
+    [
+        ("full:bits=8", 1e-4), ("full:bits=4", 0.01), ("full:key_bits=8:value_bits=4", 0.01),
+        ("full:bits=3", 0.03), ("full:bits=2", 0.1),
+    ],
+)  # fmt: skip
 def test_answers_are_those_of_the_model(method: str, most: float) -> None:
     model = llama()
     served = BlockModel(model, method)

@@ -150,7 +150,7 @@ def test_a_token_takes_the_bytes_that_were_promised(calm: Path) -> None:
 @pytest.mark.parametrize(
     ("method", "options", "words"),
     [
-        ("full", {}, r"full keeps keys or values in 16 bits, which vLLM does by itself.*full:bits=4"),
+        ("full", {}, r"full cannot be served by vLLM: keys or values in 16 bits are what vLLM keeps.*use bits=4"),
         ("full:bits=4", {"block_size": 32}, r"--block-size 32; leave it out, or use a multiple of 64"),
         ("full:bits=4", {"kv_cache_dtype": "fp8"}, "leave out --kv-cache-dtype"),
     ],

@@ -5,13 +5,17 @@ from __future__ import annotations
 import subprocess
 import sys
 import warnings
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 from transformers import LlamaConfig
 
+from kvsketch.cache import fitting
 from kvsketch.cache.memory import in_tokens
+from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import (
     SERVED,
@@ -29,11 +33,14 @@ from kvsketch.integrations.vllm.settings import (
     refuse_config,
     refuse_drafts,
     refuse_layer,
+    refuse_maps,
     refuse_pages,
     refuse_share,
     refuse_windows,
 )
 from kvsketch.methods import parse_method
+from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.replay_map import ReplayMap
 
 
 @pytest.mark.parametrize("bits", ["", ":bits=4", ":key_bits=8:value_bits=3"])
@@ -50,6 +57,7 @@ def test_every_served_method_is_found(bits: str) -> None:
         ({"kvsketch": "snapkv:budget=50%"}, ["budget=50%", "budget=1024", "rehearse"]),
         ({"kvsketch": "snapkv:bytes=1/8"}, ["bytes=1/8", "budget=1024", "rehearse"]),
         ({"kvsketch": "rehearse:budget=64:replay=exact"}, ["replay=exact", "use replay=virtual"]),
+        ({"kvsketch": "rehearse:budget=64:replay=learned"}, ["map=FILE", "kvsketch fit", "use replay=virtual"]),
         ({"kvsketch": "quest"}, ["quest cannot be served", "snapkv", "full:bits=4"]),
         ({"kvsketch": "keyformer"}, ["budget=60%", "budget=1024"]),
         ({"kvsketch": "h2o:budget=64:bits=5"}, ["bits=5", "2, 3, 4, 8, or 16"]),
@@ -81,12 +89,29 @@ def test_a_share_of_bytes_is_that_of_a_cache_on_transformers() -> None:
     assert method == in_tokens("rehearse:bytes=1/8", config) and method.budget_size.share is not None
 
 
+def test_learned_maps_are_those_of_the_file_that_is_named(tmp_path: Path) -> None:
+    shape = {"num_hidden_layers": 1, "num_attention_heads": 4, "num_key_value_heads": 2, "hidden_size": 64}
+    config, path = LlamaConfig(**shape), tmp_path / "maps.safetensors"
+    maps = ReplayMap({0: torch.zeros(4, 34, 16)}, {0: torch.zeros(2, 8, 1)})
+    fitting.save(path, fitting.Learned(maps, None), ModelIdentity(config, config).describe())
+    given = {"kvsketch": f"rehearse:budget=64:replay=learned:map={path}"}
+    method = chosen_method(given, config)
+    assert isinstance(method, Rehearse) and method.learned == maps
+    refuse_maps(method, SimpleNamespace(tensor_parallel_size=1))
+    with pytest.raises(ValueError, match=r"\A[^\n]*tensor_parallel_size=2: [^\n]*use tensor_parallel_size=1"):
+        refuse_maps(method, SimpleNamespace(tensor_parallel_size=2))
+    with pytest.raises(ValueError, match=r"belongs to another model: num_attention_heads is 4 in the file and 8 here"):
+        chosen_method(given, LlamaConfig(**(shape | {"num_attention_heads": 8})))
+
+
 @pytest.mark.parametrize(("free", "tokens"), [(None, 2000), (10**9, 2000), (10**6, 125)])
 def test_prompts_that_are_held_whole_take_an_eighth_of_the_memory(free: int | None, tokens: int) -> None:
     assert most_whole(1000, 1000, free) == tokens
 
 
-@pytest.mark.parametrize("text", ["full:bits=4", "full:bits=8", "full:key_bits=8:value_bits=4"])
+@pytest.mark.parametrize(
+    "text", ["full:bits=4", "full:bits=8", "full:bits=3", "full:bits=2", "full:key_bits=8:value_bits=4"]
+)
 def test_all_tokens_in_few_bits_are_served(text: str) -> None:
     given = {"kvsketch": text}
     assert keeps_all(given) and not keeps_all({"kvsketch": "h2o:budget=64"})

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig
 
+from kvsketch.integrations.vllm.behind import Prompt
 from kvsketch.integrations.vllm.files import Filed, listed, path_of
 from kvsketch.integrations.vllm.library import Stored, Use
 from kvsketch.integrations.vllm.settings import servable
@@ -20,7 +21,8 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops import rotate_queries
 from kvsketch.ops.rotate_keys import whole_turns
-from tests.integrations.test_vllm_together import GROUP, HEADS, LAYERS, SCALE, SIZE, places
+from kvsketch.slots.table import SlotTable
+from tests.integrations.test_vllm_together import GROUP, HEADS, LAYERS, SCALE, SIZE, kept, places
 
 DOCUMENT = 100  # tokens
 Tokens = list[tuple[Tensor, Tensor, Tensor]]  # q [n, Hq, D], k and v [n, H, D] of each layer
@@ -180,6 +182,42 @@ def test_what_a_request_says_is_coded_around_the_center_of_the_document() -> Non
             assert torch.equal(planes[name][page], shelf[name][1])
         assert not planes[name][3].any(), "others begin around zero"
     assert served.together.settled[2] == 0, "a question waits until more is said"
+
+
+@pytest.mark.parametrize("later", [50, 90], ids=["with others", "by itself"])
+@pytest.mark.parametrize("bits", [16, 4])
+def test_a_later_part_behind_a_document_keeps_what_a_cache_of_its_own_keeps(bits: int, later: int) -> None:
+    """It has no sinks of its own, its first tokens wait, and it is scored behind those of the document."""
+    served = Served(bits)
+    served.together.most_held = 400
+    served.stored()
+    served.begin({2: Use(1, DOCUMENT)})
+    parts = served.tokens(30), served.tokens(later)
+    served.read(2, DOCUMENT, parts[0])
+    assert served.together.settled[2] == 0
+    served.together.begin(served.pool)
+    for layer, (q, k, v) in enumerate(parts[1]):
+        prompts = [Prompt(2, 0, later, DOCUMENT + 30)]
+        served.together.read_prompts(layer, prompts, q, k, v, torch.empty_like(q))
+    served.together.finish()
+    assert served.together.settled[2] == 30 + later
+    books = served.shelf.beside(torch.tensor([[1, DOCUMENT, 0]]), torch.float32).tables
+    method = served.together.method
+    alone = [
+        SlotTable(place, document=replace(book, seen=DOCUMENT))
+        for place, book in zip(places(method), books, strict=True)
+    ]
+    for part in parts:
+        for table, new in zip(alone, part, strict=True):
+            q, k, v = (x.transpose(0, 1).unsqueeze(0) for x in new)
+            table.append(k, v)
+            table.forward.scale = SCALE
+            method.compress(table, q)
+        method.settle(alone)
+        for table in alone:
+            method.bound(table, 0)  # what waits is quantised, as before a first answer
+    ours = served.together.pages(served.pool).take(2, 30 + later, 30 + later)
+    assert [kept(table) for table in ours] == [kept(table) for table in alone]
 
 
 def test_the_request_that_stores_a_document_goes_on_behind_it() -> None:

@@ -314,6 +314,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         """Reads the method."""
         self.method = settings.chosen_method(self.config.additional_config, self.config.model_config.hf_config)
         settings.refuse_bits(self.method, self.head_size)
+        settings.refuse_maps(self.method, self.config.parallel_config)
         if self.config.cache_config.enable_prefix_caching and not isinstance(self.method, WaitingMethod):
             logger.warning_once(
                 "kvsketch: prefix caching finds nothing, for pages of %s are not used again; rehearse has such pages. "
@@ -386,6 +387,7 @@ class KVSketchImpl(AttentionImpl[Any]):
             divides = connected and self.config.scheduler_config.enable_chunked_prefill
             longest = self.config.model_config.max_model_len if divides else 0
             self.together.most_whole = most = settings.most_whole(longest, self.together.token_bytes, free)
+            self.together.most_held = max(most, self.config.scheduler_config.max_num_batched_tokens)
             if most:
                 logger.info_once(
                     "kvsketch: prompts that vLLM reads in several forwards are held whole until the last, up to %d "

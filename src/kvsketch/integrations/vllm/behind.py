@@ -2,8 +2,8 @@
 
 They are read together and written in place, behind the tokens that wait, so that the work is that of the new tokens. A
 query reads three sets, which are joined by their denominators: the new tokens up to its own, the slots of its page, and
-those of the document that its request continues. Nothing is decided here: requests that are due are settled before the
-next forward (`Together.catch_up`). Knows nothing of vLLM.
+those of the document that its request continues. A turn after which its request is due is not written: its tokens stay
+as they are until the last layer, and are compressed before they are quantised (`DueTurn`). Knows nothing of vLLM.
 
 Legend: B requests, n the most new tokens of one of them, T tokens of a forward, Hq query heads, H KV heads, D key size,
 Dv value size.
@@ -12,7 +12,7 @@ Dv value size.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
@@ -52,6 +52,21 @@ def alike(prompts: Sequence[Prompt]) -> Iterator[list[Prompt]]:
 
 
 @dataclass
+class DueTurn:
+    """New tokens of a request that is due with them, as the layers have read them."""
+
+    page: int
+    seen: int  # own tokens of the request before them
+    tokens: int
+    layers: list[tuple[Tensor, ...]] = field(default_factory=list)  # q, k, v [1, heads, n, D] of each
+
+    def stacked(self) -> tuple[Tensor, Tensor, Tensor]:  # [L, heads, n, D]
+        """Queries, keys and values with a batch row for each layer."""
+        query, keys, values = (torch.cat(each) for each in zip(*self.layers, strict=True))
+        return query, keys, values
+
+
+@dataclass
 class Behind:
     """One group in one forward."""
 
@@ -60,14 +75,17 @@ class Behind:
     back: Tensor  # [tokens of the group], among B n
     at: Tensor  # the same tokens in the forward
     length: int  # n
+    due: dict[int, DueTurn]  # by row
     documents: Beside | None = None
 
     @classmethod
-    def of(cls, pages: RequestPages, prompts: Sequence[Prompt], waiting: Sequence[int]) -> Behind:
-        """`waiting`: tokens of each that wait before it."""
-        counts = [prompt.tokens for prompt in prompts]
-        length = -(-max(counts) // TILE) * TILE
-        rows = pages.behind([prompt.page for prompt in prompts], [*waiting], counts, length)
+    def of(
+        cls, pages: RequestPages, prompts: Sequence[Prompt], waiting: Sequence[int], due: dict[int, DueTurn]
+    ) -> Behind:
+        """`waiting`: tokens of each that wait before it; `due`: by page, turns that are not written."""
+        length = -(-max(prompt.tokens for prompt in prompts) // TILE) * TILE
+        written = [0 if prompt.page in due else prompt.tokens for prompt in prompts]
+        rows = pages.behind([prompt.page for prompt in prompts], [*waiting], written, length)
         new = torch.arange(length)
         take, at, back = [], [], []
         for number, prompt in enumerate(prompts):
@@ -75,7 +93,8 @@ class Behind:
             at.append(torch.arange(prompt.start, prompt.end))
             back.append(number * length + new[: prompt.tokens])
         near = [torch.cat(each).to(rows.pages.device, non_blocking=True) for each in (take, back, at)]
-        return cls(rows, near[0], near[1], near[2], length)
+        by_row = {row: due[prompt.page] for row, prompt in enumerate(prompts) if prompt.page in due}
+        return cls(rows, near[0], near[1], near[2], length, by_row)
 
     def attend(
         self, pages: RequestPages, layer: int, q: Tensor, k: Tensor, v: Tensor, scale: float, options: dict[str, Any]
@@ -94,7 +113,10 @@ class Behind:
             query, keys_there, values_there, log_num, log_den, scale, ragged=layout, softcap=softcap
         )
         out = ops.join_attention(part, there)
-        pages.write_behind(self.rows, layer, query, keys, values)
+        if len(self.due) < len(query):
+            pages.write_behind(self.rows, layer, query, keys, values)
+        for row, turn in self.due.items():
+            turn.layers.append(tuple(x[row : row + 1, :, : turn.tokens].clone() for x in (query, keys, values)))
         return out.transpose(1, 2).flatten(0, 1).index_select(0, self.back)
 
     def _of_rows(self, x: Tensor) -> Tensor:  # [B, heads, n, size]

@@ -13,6 +13,7 @@ from kvsketch.integrations.vllm.kept_pages import KeptPages
 from kvsketch.methods import parse_method, supporting
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.parameters import RANDOM
+from kvsketch.methods.rehearse import LEARNED
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import PLAIN
@@ -39,7 +40,29 @@ def chosen_method(additional_config: Any, model: Any = None) -> BudgetedMethod:
         from kvsketch.cache.memory import in_tokens
 
         method = in_tokens(method, model)
-    return servable(method)
+    served = servable(method)
+    return served if model is None else _with_maps(served, model)
+
+
+def _with_maps(method: BudgetedMethod, model: Any) -> BudgetedMethod:
+    """The method with the maps that it names; ValueError, in one line, for those of a model of another shape."""
+    if getattr(method, "replay", None) != LEARNED:
+        return method
+    from kvsketch.cache.fitting import with_learned
+    from kvsketch.cache.saving.model_identity import ModelIdentity
+
+    learned = with_learned(method, ModelIdentity(model, model), None)
+    assert isinstance(learned, BudgetedMethod)
+    return learned
+
+
+def refuse_maps(method: Method, parallel: Any) -> None:
+    """Raises ValueError, in one line, for maps of heads that other processes have."""
+    if getattr(method, "replay", None) == LEARNED and parallel.tensor_parallel_size > 1:
+        raise ValueError(
+            f"{method} cannot be served with tensor_parallel_size={parallel.tensor_parallel_size}: its maps are those "
+            "of all heads; use tensor_parallel_size=1, or replay=virtual"
+        )
 
 
 def most_whole(longest: int, token: int, free: int | None) -> int:

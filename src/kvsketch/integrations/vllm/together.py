@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.integrations.vllm.behind import Behind, Prompt, alike
+from kvsketch.integrations.vllm.behind import Behind, DueTurn, Prompt, alike
 from kvsketch.integrations.vllm.counts import KEPT, REHEARSED, Counts
 from kvsketch.integrations.vllm.divided import DividedPrompt
 from kvsketch.integrations.vllm.files import read, write
@@ -53,6 +53,7 @@ class Forward:
     beside: dict[int, Beside] = field(default_factory=dict)  # by page, the document that a prompt continues
     behind: list[Behind] | None = None  # prompts that are read together; None: not looked for yet
     alone: list[Prompt] = field(default_factory=list)  # the others
+    due: dict[int, DueTurn] = field(default_factory=dict)  # by page, turns that are decided about after the last layer
     taken: dict[int, list[SlotTable]] = field(default_factory=dict)  # by page, what the layers have read so far
 
 
@@ -73,6 +74,7 @@ class Together:
     prompts: dict[int, int] = field(default_factory=dict)  # by page, tokens of its request's prompt, where it was told
     divided: dict[int, DividedPrompt] = field(default_factory=dict)  # by page, prompts that are held whole
     most_whole: int = 0  # tokens of such prompts
+    most_held: int = 0  # tokens whose keys and values may be held in all layers: of such prompts, and of due turns
     forward: Forward | None = None
     shelf: Shelf | None = None  # of documents that requests continue
     uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
@@ -302,19 +304,41 @@ class Together:
             page, own = prompt.page, self.own_tokens(prompt.page, prompt.seen)
             continues = own > 0 or bool(self.uses.get(page, Use()).place)
             alone = page in self.stores or page in self.divided or prompt.tokens > self.room
+            alone |= _needs_maps(self.method, own - self.settled.get(page, 0), prompt.tokens)
             if not continues or alone:
                 forward.alone.append(prompt)
                 continue
-            if own - self.settled[page] + prompt.tokens > self.room:
+            if self._is_due(forward, prompt):
+                forward.due[page] = DueTurn(page, own, prompt.tokens)
+            elif own - self.settled[page] + prompt.tokens > self.room:
                 self._settle(pages, page, own)
             fitting.append(prompt)
         for group in alike(fitting):
             waiting = [self.own_tokens(page, seen) - self.settled[page] for page, _, _, seen in group]
-            behind = Behind.of(pages, group, waiting)
+            behind = Behind.of(pages, group, waiting, forward.due)
             if self.shelf is not None:
                 uses = pages.planes["uses"].index_select(0, behind.rows.pages)
                 behind.documents = self.shelf.beside(uses, dtype)
             yield behind
+
+    def _is_due(self, forward: Forward, prompt: Prompt) -> bool:
+        """Whether a request is due with these tokens, and they can stay as they are until the last layer.
+
+        They take the memory of prompts that are held whole, with all their queries. Drafts are not decided about.
+        """
+        page, seen = prompt.page, prompt.seen + prompt.tokens
+        is_draft = seen > self.prompts.get(page, seen)
+        if is_draft or not self.due(page, self.own_tokens(page, seen)):
+            return False
+        assert self.page is not None
+        keys, values = self.page.like.stores()
+        queries = self.query_heads * keys.shape[3] / (keys.shape[1] * (keys.shape[3] + values.shape[3]))
+        turns = prompt.tokens + sum(turn.tokens for turn in forward.due.values())
+        return self._held_whole() + (1 + queries) * turns <= self.most_held
+
+    def _held_whole(self) -> int:
+        """Tokens of divided prompts."""
+        return sum(part.tokens for part in self.divided.values())
 
     def prefill(self, layer: int, page: int, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens, or the first, of one request: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; gives [n, Hq, Dv]."""
@@ -330,7 +354,10 @@ class Together:
         elif seen:
             assert forward.pages is not None
             if page not in forward.past:
-                forward.past[page] = forward.pages.take(page, seen, self.settled[page])
+                there = forward.pages.take(page, seen, self.settled[page])
+                forward.past[page] = [
+                    table.like(document=self._text_before(layer, page, document)) for layer, table in enumerate(there)
+                ]
             table = forward.past[page][layer]
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
         else:
@@ -352,17 +379,18 @@ class Together:
         return cast(Tensor, attended[0].transpose(0, 1))
 
     def _empty_table(self, layer: int, page: int, document: Beside | None) -> SlotTable:
-        """Behind a document: coded around its center, and rehearsed behind its first tokens."""
-        before = None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
-        return SlotTable(self.places[layer], document=before)
+        return SlotTable(self.places[layer], document=self._text_before(layer, page, document))
+
+    def _text_before(self, layer: int, page: int, document: Beside | None) -> SlotTable | None:
+        """The document that a table continues: coded around its center, and rehearsed behind its first tokens."""
+        return None if document is None else replace(document.tables[layer], seen=self.uses[page].tokens)
 
     def _divided(self, page: int, seen: int, new: int, document: Beside | None) -> DividedPrompt | None:
         """The prompt that these tokens are a part of, if it is held whole until all of it is there."""
         if page in self.divided:
             return self.divided[page]
         method, total = self._reader(page), self.prompt_tokens(page, seen + new)
-        held = sum(part.tokens for part in self.divided.values())
-        fits = held + total <= self.most_whole or page in self.stores
+        fits = self._held_whole() + total <= self.most_whole or page in self.stores
         if seen or new >= total or total < LEAST or not fits:
             return None
         assert isinstance(method, Rehearse)
@@ -427,6 +455,20 @@ class Together:
                     self._lay(forward.pages, page, self.stores.pop(page), tables)
                 else:
                     self._put(forward.pages, page, tables)
+        for turn in forward.due.values():
+            assert forward.pages is not None
+            self._decide_turn(forward.pages, turn)
+
+    def _decide_turn(self, pages: RequestPages, turn: DueTurn) -> None:
+        """Decides about what waits in a page and the turn behind it, before the turn is quantised."""
+        table = self._stacked(pages, turn.page, turn.seen)
+        query, keys, values = turn.stacked()
+        turn.layers.clear()
+        table.append(keys, values)
+        table.count(prompt_tokens=self.prompt_tokens(turn.page, table.seen))
+        self.method.compress(table, query)
+        self._decide(self.method, [table])
+        self._put(pages, turn.page, [table])
 
     def _decide(self, method: WaitingMethod, tables: list[SlotTable]) -> None:
         """What stays of a prompt, or a part of it."""
@@ -449,9 +491,13 @@ class Together:
         self._put(self.pages(pool), 1, tables)
         like, seen = tables[0], self.settled[1]
         tables.clear()
-        for count in (2, self.method.most_waiting):
-            self._try_a_turn(pool, seen, count, like.key_slots().dtype)
-        self.catch_up(pool, [(1, seen + self.method.most_waiting)])
+        dtype, most = like.key_slots().dtype, self.method.most_waiting
+        for count in (2, most - 1):
+            self._try_a_turn(pool, seen, count, dtype)
+            self.forward = None
+        self.catch_up(pool, [(1, seen + most)])
+        self._try_a_turn(pool, seen + most, most, dtype)
+        self.finish()
         self.settled = known
 
     def _try_a_turn(self, pool: Tensor, seen: int, count: int, dtype: torch.dtype) -> None:
@@ -467,7 +513,6 @@ class Together:
         self.begin(pool)
         for layer in range(len(self.places)):
             self.read_prompts(layer, [Prompt(1, 0, count, seen)], q, k, v, out)
-        self.forward = None
 
     def _forward(self) -> Forward:
         assert self.forward is not None, "no forward is under way"
@@ -513,14 +558,27 @@ class Together:
 
     def _settle(self, pages: RequestPages, page: int, seen: int) -> None:
         """Decides about the tokens of a request that wait; `seen` of its own are there."""
-        table = pages.stack(page, seen, self.settled[page]).like(document=self._stacked_document(page))
-        table.forward.scale = self.scales[0]
+        table = self._stacked(pages, page, seen)
         table.count(prompt_tokens=self.prompt_tokens(page, seen))
         before = table.settled
         with self.counts.pause(), _of_its_own():
             self.method.catch_up([table])
         self._count(self.method, table, before)
         self._put(pages, page, [table])
+
+    def _stacked(self, pages: RequestPages, page: int, seen: int) -> SlotTable:
+        """A request of which `seen` tokens are in its page, with a batch row for each layer."""
+        table = pages.stack(page, seen, self.settled[page]).like(document=self._stacked_document(page))
+        table.forward.scale = self.scales[0]
+        return table
+
+
+def _needs_maps(method: WaitingMethod, waiting: int, new: int) -> bool:
+    """Whether each layer scores new tokens with a map of its own: those that are due, with none that wait.
+
+    Others are scored with the queries that wait, which no map predicts, in all layers at once.
+    """
+    return not waiting and new >= method.most_waiting and isinstance(method, Rehearse) and method.learned is not None
 
 
 @contextlib.contextmanager

@@ -131,8 +131,13 @@ class Rehearse(WaitingMethod):
 
     @property
     def in_equal_pages(self) -> Support:
-        if self.replay != VIRTUAL:
-            return no(f"nobody repeats a prompt as replay={self.replay} does; use replay={VIRTUAL}")
+        if self.replay == EXACT:
+            return no(f"nobody repeats a prompt as replay={EXACT} does; use replay={VIRTUAL}")
+        if self.replay == LEARNED and not self.map:
+            return no(
+                f"replay={LEARNED} finds its maps by the weights, which the plugin does not read; add map=FILE, which "
+                f"`kvsketch fit MODEL --text FILES --out FILE` writes, or use replay={VIRTUAL}"
+            )
         # A share of the prompt too: it is kept whole until all of it is there.
         return SUPPORTED
 
