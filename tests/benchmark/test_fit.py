@@ -29,7 +29,8 @@ def test_a_fit_is_compared_with_the_virtual_replay(tmp_path: Path, monkeypatch: 
     virtual, learned = (record["data"] for record in read(out))
     assert virtual["samples"] == learned["samples"] == ["1907-Held-1"]  # the longest of those that are held out
     assert "fit_s" not in virtual and learned["fit_s"] > 0
-    assert virtual["full_again_nll"] == learned["full_again_nll"] and virtual["share"] == learned["share"] < 1
+    assert virtual["full_again_nll"] == learned["full_again_nll"]
+    assert virtual["share"] == pytest.approx(learned["share"], rel=0.05) and learned["share"] < 1
     assert virtual["kl"] != learned["kl"] and min(virtual["kl"], learned["kl"], virtual["again_kl"]) > 0
     with pytest.raises(ValueError, match=r"rehearse:replay=exact is no rehearse without a replay"):
         Fit(methods="rehearse:replay=exact").check_options()
