@@ -48,6 +48,7 @@ def home(root: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("KVSKETCH_FIT", "auto")
     monkeypatch.setattr(first_fit, "CPU_FIT_TOKENS", 512)
     monkeypatch.setattr(first_fit, "CPU_FIT_LENGTH", 256)
+    monkeypatch.setattr(first_fit, "CPU_FEWEST_TOKENS", 256)
     shutil.rmtree(root / "home" / "maps", ignore_errors=True)
     (root / "page.txt").write_text(TEXT)
     return root
@@ -127,6 +128,12 @@ def test_a_fit_that_would_take_long_says_how_to_do_it(home: Path, folder: str, m
     fitted = run("fit", folder, "--device", "cpu")
     assert "fitted to 512 tokens" in fitted.stdout and "use rehearse:replay=learned" in one_line(fitted.stdout)
     assert "replay=learned" in read(home, folder).stderr
+
+
+def test_a_slow_cpu_fits_to_fewer_tokens(home: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(first_fit, "seconds_of_fit", lambda *_: 1.5 * first_fit.LONGEST)
+    done = one_line(read(home, folder).stderr)
+    assert "to 256 tokens, once, about 2 minutes" in done and "fitted to 256 tokens" in done
 
 
 def test_the_time_of_a_fit_grows_with_its_tokens(loaded: Any) -> None:

@@ -24,7 +24,7 @@ from kvsketch.cli.options import Fit
 from kvsketch.cli.output import megabytes, remarks
 from kvsketch.cli.watching import fit_bar
 from kvsketch.decode.asking import repeat_instruction
-from kvsketch.defaults import CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
+from kvsketch.defaults import CPU_FEWEST_TOKENS, CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import AUTO, with_replay
 from kvsketch.models import fit_texts
@@ -33,7 +33,7 @@ from kvsketch.plural import counted
 
 LONGEST = 180.0  # seconds of a fit that runs by itself
 PROBE, WARM_UP = 128, 16  # tokens whose reading is timed, and that are read before
-READINGS = 9  # how often as long as one reading a fit takes, replays and sums included
+READINGS = 7  # how often as long as one reading a fit takes, replays and sums included
 
 
 def with_auto(text: str) -> Method:
@@ -65,11 +65,16 @@ def fit_first(model: Any, tokenizer: Any, method: Method, name: str, wanted: Fit
         return
     parts = own_texts(tokenizer, model.device)
     seconds = seconds_of_fit(model, parts)
+    if seconds > LONGEST and model.device.type == "cpu":
+        # Half of the tokens give most of what all give (docs/rehearse.md).
+        fewer = own_texts(tokenizer, model.device, CPU_FEWEST_TOKENS)
+        if (less := seconds * _tokens(fewer) / _tokens(parts)) <= LONGEST:
+            parts, seconds = fewer, less
     if seconds > LONGEST:
         _say(f"{instead}; `kvsketch fit {name}` changes that, once, in about {_minutes(seconds)} on this machine")
         return
-    tokens = sum(ids.shape[1] for ids in parts)
-    _say(f"fitting {name} to {counted(tokens, 'token')}, once, about {_minutes(seconds)}; --fit never leaves it out")
+    what = f"fitting {name} to {counted(_tokens(parts), 'token')}, once, about {_minutes(seconds)}"
+    _say(f"{what}; --fit never leaves it out")
     try:
         with locked(path):
             if not fitting.is_there(path, maps, bases):
@@ -90,8 +95,8 @@ def learned_to_file(
     fitting.save(path, learned, identity)
     beside.unlink(missing_ok=True)
     seconds = time.perf_counter() - began
-    count = counted(sum(ids.shape[1] for ids in parts), "token")
-    return f"fitted to {count} in {seconds:.1f} s; wrote {path}, {megabytes(path.stat().st_size)}"
+    count, size = counted(_tokens(parts), "token"), megabytes(path.stat().st_size)
+    return f"fitted to {count} in {seconds:.1f} s; wrote {path}, {size}"
 
 
 def seconds_of_fit(model: Any, parts: Sequence[Tensor]) -> float:
@@ -100,7 +105,11 @@ def seconds_of_fit(model: Any, parts: Sequence[Tensor]) -> float:
         ids = parts[0][:, :tokens].to(model.device)
         began = time.perf_counter()
         prefill(model, ids, CompressedCache(model)).sum().item()
-    return (time.perf_counter() - began) / ids.shape[1] * READINGS * sum(part.shape[1] for part in parts)
+    return (time.perf_counter() - began) / ids.shape[1] * READINGS * _tokens(parts)
+
+
+def _tokens(parts: Sequence[Tensor]) -> int:
+    return sum(ids.shape[1] for ids in parts)
 
 
 def _minutes(seconds: float) -> str:
