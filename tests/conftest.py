@@ -38,6 +38,8 @@ def pytest_collection_modifyitems(items: list[Any]) -> None:
     items.sort(key=lambda item: places.get(item.path, len(FIRST)))
 
 
+# Commands fit no model by themselves, see `cli/test_first_fit.py`.
+os.environ.setdefault("KVSKETCH_FIT", "never")
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
     with contextlib.suppress(ImportError, AttributeError):

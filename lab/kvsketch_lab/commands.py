@@ -50,6 +50,7 @@ BENCHMARKS = {
     "serve": "Requests that share a decode step: throughput, first tokens, joins, compared with the full cache.",
     "vllm": "A decode step of vLLM: its own caches and kvsketch's plugin.",
     "cpu": "Reading and decoding on a CPU, compared with transformers' own cache.",
+    "fit": "What a fit costs by its tokens, and what fewer tokens cost in quality.",
     "document": "First token of an answer about a document: read again, from its file, or in memory.",
     "stream": "Prompts of any length read chunk by chunk: time, memory, time per token.",
 }

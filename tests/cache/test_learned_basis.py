@@ -137,17 +137,20 @@ def test_a_file_serves_what_it_holds(
     text, maps = "rehearse:replay=learned:bits=2:basis=learned", fitting.ReplayMap({0: torch.zeros(4, 34, 16)}, {})
     identity = CompressedCache(model).identity.describe()
     path = fitting.default_path(identity)
-    with pytest.warns(UserWarning, match=r"uses basis=random; `kvsketch fit MODEL --text FILES` makes them"):
+    with pytest.warns(UserWarning, match=r"uses basis=random; `kvsketch fit MODEL` makes them"):
         cache = CompressedCache(model, text)
     prefill(model, zoo.tokens(1, 80), cache)
-    assert cache.method.bases is None and cache.describe().endswith("nothing was learned: random directions")
+    assert cache.method.bases is None and cache.describe().splitlines()[-2:] == [
+        "basis=learned: nothing was learned: random directions",
+        "replay=learned: virtual, for this model has no maps; `kvsketch fit MODEL` makes them",
+    ]
     fitting.save(path, Learned(maps, None), identity)
-    with pytest.warns(UserWarning, match=r"uses basis=random; `kvsketch fit MODEL --text FILES --again`"):
+    with pytest.warns(UserWarning, match=r"uses basis=random; `kvsketch fit MODEL --again`"):
         method = CompressedCache(model, text).method
     assert method.bases is None and method.learned is not None  # type: ignore[attr-defined]
     fitting.save(path, learned, identity)
     fitting._load.cache_clear()
-    with pytest.warns(UserWarning, match=r"uses replay=virtual; `kvsketch fit MODEL --text FILES --again`"):
+    with pytest.warns(UserWarning, match=r"uses replay=virtual; `kvsketch fit MODEL --again`"):
         method = CompressedCache(model, text).method
     assert method.bases is not None and method.learned is None  # type: ignore[attr-defined]
     assert learned.bases is not None

@@ -91,7 +91,9 @@ class CompressedCache(Cache):
         self.model_name = str(config.model_type)
         native = making.native_layers(config)
         self.method = memory_sizes.fitted_to(memory, context, batch, self.method, model)
-        self.method = fitting.with_learned(self.method, self.identity, self.head_share)
+        asked = self.method
+        self.method = fitting.with_learned(asked, self.identity, self.head_share)
+        self._found = fitting.found(asked, self.method)
         at_once = chunk if prefill == "stream" else None
         super().__init__(layers=making.compressed_layers(native, model, config, self.method, seed, at_once))
         attention.install()
@@ -306,9 +308,9 @@ class CompressedCache(Cache):
         return self.watched.values()
 
     def describe(self) -> str:
-        """A line for each compressed layer: slots of its smallest and largest head, bits, bytes."""
-        told = memory_sizes.description(self.slot_layers)
-        return told if self.promise is None else f"{told}\n{self.promise}"
+        """A line for each compressed layer: slots of its smallest and largest head, bits, bytes; what was learned."""
+        told = [memory_sizes.description(self.slot_layers), self._found, *([self.promise] if self.promise else [])]
+        return "\n".join(str(each) for each in told if each)
 
     def save(self, path: str | os.PathLike[str], about: Mapping[str, str] | None = None) -> None:
         """Saves the cache to a file, in one step. `about`: your own notes, read with `saving.about`."""

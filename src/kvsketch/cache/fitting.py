@@ -15,7 +15,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,7 @@ from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.methods import replay_map
 from kvsketch.methods.base import Method
 from kvsketch.methods.parameters import RANDOM
-from kvsketch.methods.rehearse import EXACT, LEARNED, Rehearse
+from kvsketch.methods.rehearse import AUTO, EXACT, LEARNED, VIRTUAL, Rehearse
 from kvsketch.methods.replay import Piece, positions_of
 from kvsketch.methods.replay_map import Moments, ReplayMap
 from kvsketch.methods.waiting import Waiting, newest_slots
@@ -131,12 +131,14 @@ def default_path(identity: dict[str, Any]) -> Path:
 
 
 def with_learned(method: Method, identity: ModelIdentity, head_share: Any) -> Method:
-    """The method with what was learned of its model, where it asks for it; warns where there is nothing."""
-    asks_maps = isinstance(method, Rehearse) and method.replay == LEARNED and method.learned is None
-    asks_bases = method.basis != RANDOM and method.bases is None
+    """The method with what was learned of its model, where it asks for it; warns where there is nothing.
+
+    `replay=auto` becomes learned where there are maps, else virtual, without a warning.
+    """
+    asks_maps, asks_bases = asks_for(method)
     if not asks_maps and not asks_bases:
         return method
-    named = method.map if isinstance(method, Rehearse) else ""
+    named = named_file(method)
     path = Path(named).expanduser() if named else default_path(identity.describe(head_share))
     learned = Learned(None, None)
     if path.is_file():
@@ -146,12 +148,14 @@ def with_learned(method: Method, identity: ModelIdentity, head_share: Any) -> Me
                 f"{path} belongs to another model: {'; '.join(differences)}; run `kvsketch fit` for this one"
             )
     elif named:
-        raise ValueError(f"there is no file {path}; write it with `kvsketch fit MODEL --text FILES --out {path}`")
+        raise ValueError(f"there is no file {path}; write it with `kvsketch fit MODEL --out {path}`")
     again = " --again" if path.is_file() else ""
     if asks_maps and isinstance(method, Rehearse):
-        if learned.maps is None:
+        if method.replay == AUTO:
+            method = replace(method, replay=VIRTUAL if learned.maps is None else LEARNED)
+        elif learned.maps is None:
             _warn(f"{method.name}:replay=learned found no maps of this model and uses replay=virtual", again)
-        else:
+        if learned.maps is not None:
             method = method.with_map(learned.maps)
     if asks_bases:
         if learned.bases is None:
@@ -161,8 +165,39 @@ def with_learned(method: Method, identity: ModelIdentity, head_share: Any) -> Me
     return method
 
 
+def asks_for(method: Method) -> tuple[bool, bool]:
+    """Whether a method asks for maps and for directions that it does not have yet."""
+    maps = isinstance(method, Rehearse) and method.replay in (LEARNED, AUTO) and method.learned is None
+    return maps, method.basis != RANDOM and method.bases is None
+
+
+def named_file(method: Method) -> str:
+    """The file that a method names for its maps; empty: none."""
+    return method.map if isinstance(method, Rehearse) else ""
+
+
+def found(asked: Method, method: Method) -> str:
+    """A line about the replay of a method: what was asked for, what runs, and why; empty for other methods."""
+    if not isinstance(asked, Rehearse) or not isinstance(method, Rehearse) or asked.replay not in (LEARNED, AUTO):
+        return ""
+    if method.learned is not None:
+        return f"replay={asked.replay}: learned, with the maps of this model"
+    return f"replay={asked.replay}: virtual, for this model has no maps; `kvsketch fit MODEL` makes them"
+
+
+def is_there(path: Path, maps: bool, bases: bool) -> bool:
+    """Whether a file holds maps, if these are wanted, and directions, if these are; False for a damaged one."""
+    if not path.is_file():
+        return False
+    try:
+        learned, _ = _load(path, path.stat().st_mtime_ns)
+    except ValueError:
+        return False
+    return not (maps and learned.maps is None) and not (bases and learned.bases is None)
+
+
 def _warn(what: str, again: str) -> None:
-    warnings.warn(f"{what}; `kvsketch fit MODEL --text FILES{again}` makes them", stacklevel=4)
+    warnings.warn(f"{what}; `kvsketch fit MODEL{again}` makes them", stacklevel=4)
 
 
 @functools.lru_cache(maxsize=4)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch.cli.generate import files_text, require_positions, require_writable
-from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, ModelOption, QuickDtypeOption
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, Fit, FitOption, ModelOption, QuickDtypeOption
 from kvsketch.cli.output import megabytes, remarks
 from kvsketch.defaults import CHUNK, METHOD, SEED, SHORT
 from kvsketch.plural import counted
@@ -41,6 +41,7 @@ def read(
         str, typer.Option(help="exact reads the text at once; stream reads --chunk tokens at a time.")
     ] = ("exact"),
     chunk: Annotated[int, typer.Option(min=2, help="Tokens read at a time with --prefill stream.")] = CHUNK,
+    fit: FitOption = Fit.AUTO,
     device: DeviceOption = None,
     dtype: QuickDtypeOption = None,
 ) -> None:
@@ -53,7 +54,8 @@ def read(
     if out is None:
         out = Path("document" if str(files[0]) == "-" else files[0].resolve().name).with_suffix(SAVED)
     require_writable(out, "--out")
-    talk = Talk.of_text(files_text(files), model, method, device, dtype, {"prefill": prefill, "chunk": chunk})
+    options = {"prefill": prefill, "chunk": chunk}
+    talk = Talk.of_text(files_text(files), model, method, device, dtype, fit, options)
     talk.cache.save(out, {"model": model, "files": ", ".join(map(str, files))})
     talk.tell(f"read in {talk.seconds:.1f} s; saved {out}, {megabytes(out.stat().st_size)}")
     if talk.cache.promise is not None:
@@ -77,6 +79,7 @@ def chat(
     max_new_tokens: Annotated[int, typer.Option(min=1, help="Maximum tokens of an answer.")] = 512,
     temperature: Annotated[float, typer.Option(min=0.0, help="0 is greedy; above 0 samples.")] = 0.0,
     seed: Annotated[int, typer.Option(help="Seed for sampling.")] = SEED,
+    fit: FitOption = Fit.AUTO,
     device: DeviceOption = None,
     dtype: QuickDtypeOption = None,
 ) -> None:
@@ -95,7 +98,7 @@ def chat(
     """
     import torch
 
-    talk = _talk(targets or [DEFAULT_MODEL], model, method, device, dtype)
+    talk = _talk(targets or [DEFAULT_MODEL], model, method, device, dtype, fit)
     torch.manual_seed(seed)
     options: dict[str, Any] = {"max_new_tokens": max_new_tokens, "do_sample": temperature > 0}
     if temperature > 0:
@@ -105,7 +108,9 @@ def chat(
         talk.turn(question, options)
 
 
-def _talk(targets: list[str], model: str | None, method: str | None, device: str | None, dtype: str | None) -> Talk:
+def _talk(
+    targets: list[str], model: str | None, method: str | None, device: str | None, dtype: str | None, fit: Fit
+) -> Talk:
     """A conversation about what was named."""
     from kvsketch.serve.files import DOCUMENTS
 
@@ -121,7 +126,7 @@ def _talk(targets: list[str], model: str | None, method: str | None, device: str
             raise ValueError(f"{target} was read with a method of its own; leave out --method")
         return Talk.of_file(path, model, device, dtype)
     if all(map(_is_document, paths)):
-        return Talk.of_text(files_text(paths), model or DEFAULT_MODEL, method, device, dtype, {})
+        return Talk.of_text(files_text(paths), model or DEFAULT_MODEL, method, device, dtype, fit, {})
     missing = next(each for each in paths if not _is_document(each))
     if len(paths) > 1 or missing.suffix.lower() in DOCUMENTS:
         raise FileNotFoundError(
@@ -129,7 +134,7 @@ def _talk(targets: list[str], model: str | None, method: str | None, device: str
         )
     if model is not None:
         raise ValueError(f"{target!r} is taken for a model, and --model names another; there is no such file")
-    return Talk.of_model(target, method or "full", device, dtype)
+    return Talk.of_model(target, method or "full", device, dtype, fit)
 
 
 def _is_document(path: Path) -> bool:
@@ -167,32 +172,43 @@ class Talk:
         self.cache = begin()
 
     @classmethod
-    def of_model(cls, name: str, method: str, device: str | None, dtype: str | None) -> Talk:
+    def of_model(cls, name: str, method: str, device: str | None, dtype: str | None, fit: Fit) -> Talk:
         import kvsketch
+        from kvsketch.cli.first_fit import fit_first, with_auto
         from kvsketch.cli.watching import load_quick
 
-        parsed = kvsketch.parse_method(method)
+        parsed = with_auto(method)
         model, tokenizer = load_quick(name, dtype, device)
+        fit_first(model, tokenizer, parsed, name, fit)
         return cls(model, tokenizer, lambda: kvsketch.CompressedCache(model, parsed))
 
     @classmethod
     def of_text(
-        cls, text: str, name: str, method: str | None, device: str | None, dtype: str | None, options: dict[str, Any]
+        cls,
+        text: str,
+        name: str,
+        method: str | None,
+        device: str | None,
+        dtype: str | None,
+        fit: Fit,
+        options: dict[str, Any],
     ) -> Talk:
         """Reads a text; a conversation goes back to where it was read."""
         import copy
 
         import kvsketch
+        from kvsketch.cli.first_fit import fit_first, with_auto
         from kvsketch.cli.watching import load_quick, reading_bar
         from kvsketch.decode import asking
 
-        parsed = kvsketch.parse_method(method or METHOD)
+        parsed = with_auto(method or METHOD)
         model, tokenizer = load_quick(name, dtype, device)
         length = asking.document_ids(tokenizer, text).shape[1]
         if method is None and length < SHORT:
             parsed = kvsketch.parse_method("full")
-        cache = kvsketch.CompressedCache(model, parsed, **options)
         require_positions(name, model, parsed, length)
+        fit_first(model, tokenizer, parsed, name, fit)
+        cache = kvsketch.CompressedCache(model, parsed, **options)
         start = time.perf_counter()
         with reading_bar(cache, length):
             kvsketch.read(model, tokenizer, cache, text)

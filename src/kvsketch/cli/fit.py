@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -10,21 +9,38 @@ import typer
 
 from kvsketch.cli.generate import file_text
 from kvsketch.cli.options import DeviceOption, DtypeOption
-from kvsketch.cli.output import megabytes
-from kvsketch.defaults import CHUNK
+from kvsketch.defaults import CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
 from kvsketch.plural import counted
 
 
 def fit(
     model: Annotated[str, typer.Argument(help="Short name (`kvsketch models`), local folder, .gguf file or hub name.")],
-    text: Annotated[list[Path], typer.Option(help="Text files or folders; not the texts that you will ask about.")],
+    text: Annotated[
+        list[Path] | None,
+        typer.Option(
+            help="Text files or folders, not those that you will ask about. Default: Python's documentation and code, "
+            "and made-up records."
+        ),
+    ] = None,
     out: Annotated[
         Path | None, typer.Option(help="File for what is learned. Default: where caches look for it.")
     ] = None,
-    length: Annotated[int, typer.Option(min=256, help="Tokens that are read and replayed at a time.")] = 2 * CHUNK,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            min=256,
+            help=f"Tokens that are read and replayed at a time. Default: {FIT_LENGTH:,}; {CPU_FIT_LENGTH:,} on a CPU "
+            "without --text.",
+        ),
+    ] = None,
     tokens: Annotated[
-        int, typer.Option(min=256, help="Tokens of all texts together, from the start of each file.")
-    ] = 131_072,
+        int | None,
+        typer.Option(
+            min=256,
+            help=f"Tokens of all texts together, from the start of each. Default: {FIT_TOKENS:,}; {CPU_FIT_TOKENS:,} "
+            "on a CPU without --text.",
+        ),
+    ] = None,
     again: Annotated[bool, typer.Option("--again", help="Fit again even if this model has a file.")] = False,
     bases_only: Annotated[
         bool, typer.Option("--bases-only", help="Learn the directions of basis=learned alone, in a fifth of the time.")
@@ -36,16 +52,17 @@ def fit(
 
     An interrupted fit goes on where it stopped.
 
+    kvsketch fit qwen2.5-coder-1.5b
+
     kvsketch fit qwen2.5-coder-1.5b --text books/ --text code.py
     """
     import kvsketch
     from kvsketch import models
-    from kvsketch.cache import fitting, learning
-    from kvsketch.cli.watching import fit_bar
-    from kvsketch.decode.asking import repeat_instruction
+    from kvsketch.cache import fitting
+    from kvsketch.cli.first_fit import learned_to_file, own_texts
     from kvsketch.models.files import locked
 
-    files = [file for each in text for file in (sorted(each.iterdir()) if each.is_dir() else [each])]
+    files = [file for each in text or () for file in (sorted(each.iterdir()) if each.is_dir() else [each])]
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     identity = kvsketch.CompressedCache(loaded).identity.describe()
     path = out or fitting.default_path(identity)
@@ -53,23 +70,17 @@ def fit(
         if path.is_file() and not again:
             print(f"{path} has what was learned of {model}; --again fits them again")
             return
-        began = time.perf_counter()
-        parts = _parts(tokenizer, files, length, tokens)
-        beside = path.with_name(f"{path.name}.part")
-        with fit_bar() as progress:
-            learned = learning.learn(
-                loaded, parts, repeat_instruction(tokenizer)[0], maps=not bases_only, beside=beside, progress=progress
-            )
-        fitting.save(path, learned, identity)
-        beside.unlink(missing_ok=True)
-    count = sum(ids.shape[1] for ids in parts)
-    seconds = time.perf_counter() - began
+        if text:
+            parts = _parts(tokenizer, files, length or FIT_LENGTH, tokens or FIT_TOKENS)
+        else:
+            parts = own_texts(tokenizer, loaded.device, tokens, length)
+        told = learned_to_file(loaded, tokenizer, parts, path, identity, maps=not bases_only)
+    bases = fitting.is_there(path, maps=False, bases=True)
     use = "rehearse:replay=learned" + (f":map={path}" if out else "")
-    use = "basis=learned" if bases_only else use + ", basis=learned" * (learned.bases is not None)
+    use = "basis=learned" if bases_only else use + ", basis=learned" * bases
     if out and bases_only:
         use = f"basis=learned looks for it at {fitting.default_path(identity)}"
-    size = megabytes(path.stat().st_size)
-    print(f"fitted to {counted(count, 'token')} in {seconds:.1f} s; wrote {path}, {size}; use {use}")
+    print(f"{told}; use {use}")
 
 
 def _parts(tokenizer: Any, files: list[Path], length: int, tokens: int) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from enum import StrEnum
 from typing import Annotated
 
 import typer
@@ -12,6 +13,20 @@ DeviceOption = Annotated[str | None, typer.Option(help="cpu, cuda or cuda:N; def
 DtypeOption = Annotated[
     str | None, typer.Option(help="float32, bfloat16 or float16; default: bfloat16 on a GPU, else float32.")
 ]
+
+
+class Fit(StrEnum):
+    """Whether a command fits the model where its method asks for what is learned of it."""
+
+    AUTO = "auto"
+    NEVER = "never"
+
+
+FIT = (
+    "auto: a model without maps is fitted once, if that takes less than 3 minutes, so that rehearse keeps more of what "
+    "is asked about; never: it is not, and rehearse replays virtually."
+)
+FitOption = Annotated[Fit, typer.Option(help=FIT, envvar="KVSKETCH_FIT")]
 QUICK = "float32, bfloat16 or float16; default: bfloat16 on a GPU or a CPU with native support, else float32."
 QuickDtypeOption = Annotated[str | None, typer.Option(help=QUICK)]
 

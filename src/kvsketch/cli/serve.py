@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from kvsketch.byte_sizes import parsed
-from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption
+from kvsketch.cli.options import DEFAULT_MODEL, DeviceOption, Fit, FitOption
 from kvsketch.cli.output import remarks
 from kvsketch.defaults import CHUNK, METHOD, SHORT
 from kvsketch.plural import counted
@@ -66,6 +66,7 @@ def serve(
         list[str] | None,
         typer.Option(help="Allow web pages of this origin, such as https://app.example; can be repeated."),
     ] = None,
+    fit: FitOption = Fit.AUTO,
     device: DeviceOption = None,
     dtype: Annotated[
         str | None, typer.Option(help="float32, bfloat16 or float16. Default: the one that suits the device.")
@@ -91,15 +92,16 @@ def serve(
     except ImportError as error:
         raise ImportError(f"{NEEDS} ({error})") from None
     from kvsketch.cache.chunks import require_stream
+    from kvsketch.cli.first_fit import fit_first, with_auto
     from kvsketch.cli.watching import load_quick
-    from kvsketch.methods import parse_method
     from kvsketch.serve.spans import parse_shares
 
     app.require_origins(cors or (), api_key)
-    chosen = parse_method(method or METHOD)
+    chosen = with_auto(method or METHOD)
     shares = None if span_share is None else parse_shares(span_share, "--span-share")
     require_stream(prefill or "exact", chunk)
     loaded, tokenizer = load_quick(model, dtype, device)
+    fit_first(loaded, tokenizer, chosen, model, fit)
     service = server.start_service(
         loaded, tokenizer, name or server.model_name(model), chosen,
         folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,

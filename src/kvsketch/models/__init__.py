@@ -8,6 +8,7 @@ gguf_header.py  the metadata of a GGUF file
 loading.py      a model and its tokenizer
 identity.py     the hash of a model
 texts.py        long text in the public domain
+fit_texts.py    texts that a model is fitted to, without a download
 """
 
 from kvsketch.models.catalog import CATALOG, DEFAULT_MODEL, ModelCard, Part, card

@@ -46,6 +46,7 @@ from kvsketch.decode import captured
 from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.defaults import CHUNK
 from kvsketch.methods import Method, parse_method
+from kvsketch.methods.rehearse import Rehearse, with_replay
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
 from kvsketch.serve import held
 from kvsketch.serve.caches import WHOLE, GivenUp, WatchedCache
@@ -258,8 +259,8 @@ class DocumentStore:
             self._loaded.popitem(last=False)
 
     def written(self, method: str) -> str:
-        """A method that a client names as this server writes it, with tokens for a share of bytes; if it cannot be had,
-        as it was sent.
+        """A method that a client names as this server writes it, with tokens for a share of bytes and the replay of the
+        server; if it cannot be had, as it was sent.
         """
         try:
             return str(self._named(method))
@@ -268,7 +269,10 @@ class DocumentStore:
 
     def _named(self, method: str) -> Method:
         # A client names a method; it does not make the server import one, nor open a file.
-        return in_tokens(parse_method(method, importing=False), self.model)
+        parsed = parse_method(method, importing=False)
+        if isinstance(self.method, Rehearse):
+            parsed = with_replay(method, parsed, self.method.replay)
+        return in_tokens(parsed, self.model)
 
     # what changes
 

@@ -14,10 +14,11 @@ import torch
 import uvicorn
 
 from kvsketch import models
-from kvsketch.cache.memory import in_tokens
+from kvsketch.cache.compressed import CompressedCache
 from kvsketch.decode.shared import SharedRows, batched
 from kvsketch.defaults import CHUNK, METHOD, SHORT
-from kvsketch.methods import Method
+from kvsketch.methods import Method, parse_method
+from kvsketch.methods.rehearse import AUTO, with_replay
 from kvsketch.serve import connections
 from kvsketch.serve.address import bind
 from kvsketch.serve.app import LARGEST_BODY, create_app
@@ -57,7 +58,8 @@ def start_service(
     `chats_memory`: bytes of the caches of chats that wait for their next turn, as many as `memory` unless given; 0:
     every turn reads its transcript anew.
     """
-    parsed = in_tokens(method, model)
+    # With what was learned of the model: documents and rows have equal methods.
+    parsed = CompressedCache(model, method).method
     longest = longest_context(model, parsed, memory)
     fitting, held = rows, None
     if rows is None or (rows > 1 and parsed.ragged and memory is not None):
@@ -88,13 +90,15 @@ def application(
 ) -> Any:
     """The ASGI application of a model by its name, for other servers than ours; `options` are those of `start_service`.
 
-    Unless a method is given it is that of `kvsketch serve`, which keeps short documents whole.
+    Unless a method is given it is that of `kvsketch serve`, which keeps short documents whole; `rehearse` is learned if
+    there are maps of the model (`kvsketch fit`).
     It loads the model when it is made, so make it in the process that serves. Without a key it answers requests to
     local addresses alone.
     """
     loaded, tokenizer = models.load(model, dtype=dtype, device=device)
     usual = {"whole_below": SHORT} if method is None else {}
-    service = start_service(loaded, tokenizer, name or model_name(model), method or METHOD, **{**usual, **options})
+    chosen = with_replay(method or METHOD, parse_method(method or METHOD), AUTO)
+    service = start_service(loaded, tokenizer, name or model_name(model), chosen, **{**usual, **options})
     return create_app(service, api_key=api_key, cors=cors)
 
 

@@ -11,6 +11,7 @@ from typing import ClassVar, Self, cast
 import torch
 from torch import Tensor
 
+from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
 from kvsketch.methods.parameters import carried, option
@@ -37,13 +38,19 @@ from kvsketch.slots.pauses import pause
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetching
 
-REPLAYS = VIRTUAL, EXACT, LEARNED = ("virtual", "exact", "learned")
+REPLAYS = VIRTUAL, EXACT, LEARNED, AUTO = ("virtual", "exact", "learned", "auto")
 REFITS = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes; on a CPU the first of them (`refit.queries_of`)
 # Bits of keys and values by the share of the bytes, from which on. Fewer bits leave room for more tokens, and answer
 # more the smaller the share (docs/quantisation.md); bits by layer or head, by what rounding costs, answer less.
 BITS_BY_BYTES = ((Fraction(3, 32), 4, 4), (Fraction(3, 64), 4, 2), (Fraction(0), 3, 2))
 COMPACT, EVER = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
+
+
+def with_replay(text: str, method: Method, replay: str) -> Method:
+    """The method of a text; rehearse with this replay, unless the text names one."""
+    named = "replay" in (part.partition("=")[0].strip() for part in text.split(":"))
+    return replace(method, replay=replay) if isinstance(method, Rehearse) and not named else method
 
 
 @dataclass(frozen=True)
@@ -63,7 +70,7 @@ class Rehearse(WaitingMethod):
     forward. With `replay=exact` the model reads the text in a second forward (`CompressedCache.replay`,
     which `kvsketch.prefill` and `generate` call), which takes longer than the first. With `replay=learned` maps
     that were fitted once for the model predict its queries and scores in a second reading (`replay_map.py`,
-    `kvsketch fit`).
+    `kvsketch fit`). `replay=auto` is learned for a model that has maps, and virtual for others.
 
     New tokens after a prompt are stored uncompressed until there is a chunk of them, or `wait`, and are then
     compressed. With `wait=compact` `CompressedCache.compact` says which tokens are compressed, and to what size. The
@@ -79,7 +86,12 @@ class Rehearse(WaitingMethod):
     look: ClassVar[tuple[str, ...]] = ("#b3123d", "*")
 
     recent: Size | int | str = 32
-    replay: str = option(VIRTUAL, "exact: the model reads the text again; learned: maps from kvsketch fit", REPLAYS)
+    replay: str = option(
+        VIRTUAL,
+        "exact: the model reads the text again; learned: maps from kvsketch fit; auto: learned if there are maps of "
+        "the model, else virtual",
+        REPLAYS,
+    )
     refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are compressed together")
     wait: int | str = option(
@@ -184,7 +196,7 @@ class Rehearse(WaitingMethod):
 
     def wants_sums_of(self, table: SlotTable) -> bool:
         # A third of a virtual replay on a CPU is done when a text has been read.
-        return table.device.type == "cpu" and self.replay == VIRTUAL and table.seen == table.new_tokens
+        return table.device.type == "cpu" and self.replay in (VIRTUAL, AUTO) and table.seen == table.new_tokens
 
     # keep: the best of all heads, refitted
 
