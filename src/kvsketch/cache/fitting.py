@@ -169,6 +169,11 @@ def read(path: Path, identity: ModelIdentity, head_share: Any = None) -> Learned
     return learned
 
 
+def threshold_of(identity: ModelIdentity, head_share: Any = None) -> DoubtThreshold | None:
+    """The threshold of doubt in the file of a model; None: there is none."""
+    return read(default_path(identity.describe(head_share)), identity, head_share).doubt
+
+
 def _warn(what: str, again: str) -> None:
     warnings.warn(f"{what}; `kvsketch fit MODEL --text FILES{again}` makes them", stacklevel=4)
 
