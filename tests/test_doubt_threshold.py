@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from kvsketch.doubt_threshold import DoubtThreshold, Told, chosen, fewest_lost, require_catch
+from kvsketch.doubt_threshold import DoubtThreshold, Told, chosen, fewest_lost, outcome, require_catch
 
 
 def lost(doubt: float) -> Told:
@@ -49,3 +49,13 @@ def test_a_share_that_cannot_be_caught_is_refused(catch: float) -> None:
 def test_a_threshold_is_a_probability() -> None:
     with pytest.raises(ValueError, match=r"from 0 to 1, not 1\.5"):
         DoubtThreshold(1.5, 0.9)
+
+
+def test_what_reaches_the_threshold_has_the_full_caches_answer() -> None:
+    told = [lost(0.5), lost(0.1), Told(0.6, True, False), Told(0.7, True, True), Told(0.05, True, True)]
+    found = outcome(told, 0.5)
+    # A right answer that the full cache gets wrong is lost by asking again.
+    assert found._asdict() == {"threshold": 0.5, "answers": 5, "lost": 2, "caught": 1, "asked_again": 3, "right": 3,
+                               "after": 3, "full_right": 4}  # fmt: skip
+    assert outcome(told, 0.0).after == 4 and outcome(told, 1.0).after == 3
+    assert "1 of 2 lost answers are caught and 3 of 5 asked again; right: 3, after that 3" in str(found)

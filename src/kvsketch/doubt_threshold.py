@@ -73,3 +73,34 @@ def chosen(told: Sequence[Told], catch: float, methods: Sequence[str] = ()) -> D
         lost=len(doubts), caught=sum(doubt >= value for doubt in doubts),
         asked_again=sum(each.doubt >= value for each in told),
     )  # fmt: skip
+
+
+class Outcome(NamedTuple):
+    """What a threshold makes of answers, when those that reach it are asked again of the full cache."""
+
+    threshold: float
+    answers: int
+    lost: int
+    caught: int  # of the lost ones
+    asked_again: int  # of all
+    right: int
+    after: int  # right, with these asked again
+    full_right: int
+
+    def __str__(self) -> str:
+        return (
+            f"with a threshold of {self.threshold:.3f} {self.caught} of {self.lost} lost answers are caught and "
+            f"{self.asked_again} of {self.answers} asked again; right: {self.right}, after that {self.after}, with the "
+            f"full cache {self.full_right}"
+        )
+
+
+def outcome(told: Sequence[Told], threshold: float) -> Outcome:
+    again = [each.doubt >= threshold for each in told]
+    return Outcome(
+        threshold, len(told), sum(each.lost for each in told),
+        sum(each.lost and asked for each, asked in zip(told, again, strict=True)), sum(again),
+        sum(each.right for each in told),
+        sum(each.full_right if asked else each.right for each, asked in zip(told, again, strict=True)),
+        sum(each.full_right for each in told),
+    )  # fmt: skip

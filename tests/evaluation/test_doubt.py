@@ -1,4 +1,4 @@
-"""Questions that choose a threshold of doubt."""
+"""Questions that choose a threshold of doubt, and others that judge it."""
 
 from __future__ import annotations
 
@@ -11,6 +11,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import kvsketch
 from kvsketch.compare import doubt
 from kvsketch.models import texts
+from kvsketch_lab import records
+from kvsketch_lab.evaluation.doubt import DoubtOptions, Doubts
+from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
 
 TEXT = " ".join(f"In {year} the harbour was rebuilt." for year in range(1900, 1940))
@@ -48,3 +51,36 @@ def test_answers_and_doubts_are_those_of_a_user_who_asks(
     )
     again = doubt.ask(*loaded, [TEXT], methods=[METHOD])
     assert again[4].right and not again[4].lost
+
+
+def test_the_experiment_judges_a_threshold_by_questions_of_its_own(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_model(tmp_path / "tiny")
+    options = ["--model", str(folder), "--kinds", "turns", "--texts", "1", "--questions", "2", "--tokens", "600"]
+    options += ["--methods", "full,h2o:sinks=2:recent=8", "--bytes", "1/4", "--max-new-tokens", "3", "--seeds", "100"]
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    with pytest.raises(ValueError, match=r"has no threshold of doubt; run `kvsketch fit .* such as --threshold 0\.2"):
+        run_experiment(Doubts, [*options, "--out", str(tmp_path)])
+    assert run_experiment(Doubts, [*options, "--out", str(tmp_path), "--threshold", "0"]) == 0
+    read = [record["data"] for record in records.read_folder(tmp_path)]
+    assert sorted(data["method"] for data in read) == ["full", "full", "h2o:sinks=2:recent=8", "h2o:sinks=2:recent=8"]
+    assert {(data["threshold"], data["text_kind"]) for data in read} == {(0.0, "turns")}
+    assert all(0 < data["doubt"] < 1 and len(data["expected"]) == 5 for data in read)
+    assert "0 of 0 lost answers are caught and 2 of 2 asked again" in capsys.readouterr().out
+    experiment = Doubts(DoubtOptions(model=str(folder), tokens=600, questions=99, threshold=0.1))
+    experiment.open()
+    with pytest.raises(ValueError, match="hold 8 facts of turns, and --questions 99 asks for more"):
+        experiment.made("turns", 100, 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"methods": "rehearse"}, "--methods rehearse lacks full, which tells what was lost"),
+        ({"threshold": 1.5}, r"a threshold of doubt must be from 0 to 1, not 1\.5"),
+    ],
+)
+def test_options_that_measure_nothing_are_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Doubts(DoubtOptions(**options))
