@@ -20,8 +20,8 @@ from tests.helpers.tiny import save_tiny_model
 for package in ("starlette", "prometheus_client", "uvicorn", "openai"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 
-from kvsketch.serve.doubtful import require_doubtful  # noqa: E402
-from kvsketch.serve.requests import NotFinite  # noqa: E402
+from kvsketch.serve.doubtful import DoubtfulTicket, Retries, require_doubtful  # noqa: E402
+from kvsketch.serve.requests import NotFinite, Request  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 from tests.helpers.serving import settled, started  # noqa: E402
 from tests.serve.test_server import call  # noqa: E402
@@ -165,6 +165,29 @@ def test_other_requests_are_answered_as_ever(server: Server, document: str, monk
     twin = next(each.id for each in server.service.documents.documents() if each.method == "full")
     for asked in (CHAT, {**CHAT, "document": twin}):
         assert "retried" not in call(server, "POST", "/v1/chat/completions", asked)[1]["usage"]["kvsketch"]
+
+
+def test_a_server_that_stops_sends_the_first_answer_and_a_client_that_leaves_ends_both(
+    server: Server, document: str, loaded: tuple[Any, Any]
+) -> None:
+    documents, engine = server.service.documents, server.service.engine
+    closed, running = (Retries(engine, documents, 0.0) for _ in range(2))
+    closed.close()
+    ids = tuple(server.service.template.after_document(CHAT["messages"]))
+
+    def asked(retries: Retries, tokens: int) -> DoubtfulTicket:
+        first = engine.submit(Request(ids, tokens, document=documents.cache(document), doubt=True))
+        (ticket,) = retries.watch([first], document, ())
+        assert isinstance(ticket, DoubtfulTicket)
+        return ticket
+
+    stopped = asked(closed, 6)
+    assert loaded[1].decode(list(stopped)) == answer_of(loaded, METHOD)[0]
+    assert (stopped.refused, stopped.retried, stopped.finish_reason) == ("the server is stopping", False, "length")
+    left = asked(running, 2000)
+    left.cancel()
+    assert left.wait(60) and left.finish_reason == "cancelled" and left.first.done
+    running.close()
 
 
 @pytest.mark.parametrize(

@@ -124,6 +124,10 @@ def thresholds(of: Sequence[Answer]) -> list[tuple[str, float, list[Answer]]]:
     return result
 
 
+def _results(of: Sequence[Answer], right: Sequence[bool]) -> list[Result]:
+    return [Result(each.question, each.text, float(one)) for each, one in zip(of, right, strict=True)]
+
+
 def by_threshold(of: Sequence[Answer]) -> str:
     """A row for each model, experiment, method and budget, judged by a threshold of other questions; empty without."""
     rows = []
@@ -132,11 +136,7 @@ def by_threshold(of: Sequence[Answer]) -> str:
             own = [each for each in answers if each[:4] == key]
             found = outcome([each.told for each in own], threshold)
             after = [each.full_right if each.doubt >= threshold else each.right for each in own]
-            sides = [
-                [Result(each.question, each.text, float(right)) for each, right in zip(own, rights, strict=True)]
-                for rights in (after, [each.full_right for each in own])
-            ]
-            behind = paired_difference(*sides)
+            behind = paired_difference(_results(own, after), _results(own, [each.full_right for each in own]))
             rows.append([key[0], key[1], Code(key[2]), key[3], chosen_on, f"{threshold:.3f}", str(found.answers),
                          f"{found.caught} of {found.lost}", f"{found.asked_again / found.answers:.0%}",
                          f"{found.right / found.answers:.2f}", f"{found.after / found.answers:.2f}",

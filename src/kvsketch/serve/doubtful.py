@@ -10,6 +10,7 @@ answer of the full cache as it grows. Where the full cache is not there (yet), t
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections.abc import Sequence
@@ -117,8 +118,8 @@ class DoubtfulTicket(Ticket):
         """The first answer counts; `refused`: why, where it is in doubt."""
         self.refused, self._counts = refused, self.first
         reason = self.first.finish_reason
-        for number, _ in enumerate(self.first.tokens):
-            self._pass_on(number)
+        for number, token in enumerate(self.first.tokens):
+            self._pass_on(number, token)
         # Cancelled here means that a stop string has come, which whoever reads the text finds too.
         stopped = self._text is not None and self._text.stopped
         self.finish("stop" if stopped or reason is None else reason, self.first.error)
@@ -133,7 +134,7 @@ class DoubtfulTicket(Ticket):
         def heard(token: int | None) -> None:
             nonlocal passed
             if token is not None:
-                self._pass_on(passed)
+                self._pass_on(passed, token)
                 passed += 1
             elif second.finish_reason == "error" and not passed:
                 log.warning("request %s: the full cache failed, its first answer stays", self.request.id)
@@ -144,8 +145,8 @@ class DoubtfulTicket(Ticket):
 
         second.on_token(heard)
 
-    def _pass_on(self, number: int) -> None:
-        """A token of the answer that counts, with what is known of it."""
+    def _pass_on(self, number: int, token: int) -> None:
+        """A token of the answer that counts, the one with this number, with what is known of it."""
         if self.done:
             return
         if self.cancelled:
@@ -153,7 +154,7 @@ class DoubtfulTicket(Ticket):
         self._adopt()
         if self.request.logprobs is not None:
             self.likely.append(self._counts.likely[number])
-        self.put(self._counts.tokens[number])
+        self.put(token)
 
     def _adopt(self) -> None:
         for name in OF_THE_CACHE:
@@ -171,7 +172,8 @@ class Retries:
 
     def watch(self, tickets: Sequence[Ticket], document: str, stops: Sequence[str]) -> list[Ticket]:
         """The tickets of requests about a document, as those that are asked again where they are in doubt."""
-        self._pool.submit(self.prepare, document)
+        with contextlib.suppress(RuntimeError):  # the pool is closed, and nothing is asked again
+            self._pool.submit(self.prepare, document)
         tokenizer = self.documents.tokenizer
         return [
             DoubtfulTicket(each, self, document, GrowingText(tokenizer, tuple(stops)) if stops else None)
