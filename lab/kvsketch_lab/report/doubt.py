@@ -23,7 +23,7 @@ from kvsketch_lab.report.kinds import model_name
 
 FULL = "full"
 PARTS = 10
-FITTED = "`kvsketch fit`"
+FITTED = "kvsketch fit"
 
 
 class Answer(NamedTuple):
