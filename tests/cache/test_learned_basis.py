@@ -20,6 +20,7 @@ from kvsketch.cache import fitting, learning
 from kvsketch.cache.fitting import Learned
 from kvsketch.cache.overview import overview
 from kvsketch.cache.saving import sealed_file
+from kvsketch.doubt_threshold import DoubtThreshold
 from kvsketch.methods import parse_method
 from kvsketch.ops.codec.basis import Bases, LearnedCodec
 from kvsketch.serve.engine import BatchedEngine
@@ -163,6 +164,28 @@ def test_a_file_serves_what_it_holds(
     shutil.copy(path, fitting.default_path(CompressedCache(other).identity.describe()))
     with pytest.raises(ValueError, match="belongs to another model"):
         CompressedCache(other, text)
+
+
+def test_a_file_has_a_threshold_of_doubt_or_none(model: Any, learned: Learned, home: Path) -> None:
+    """Those from before there were thresholds are read as ever; one that is damaged is told."""
+    identity = CompressedCache(model).identity
+    path, found = (
+        fitting.default_path(identity.describe()),
+        DoubtThreshold(0.25, 0.9, ("h2o:budget=1/8",), 90, 40, 20, 19, 30),
+    )
+    assert "doubt" not in sealed_file.verified(path) and fitting.read(path, identity).doubt is None
+    fitting.save(path, learned._replace(doubt=found), identity.describe())
+    fitting._load.cache_clear()
+    both = fitting.read(path, identity)
+    assert both.doubt == found and both.bases is not None
+    fitting.save(path, Learned(None, None, found), identity.describe())
+    fitting._load.cache_clear()
+    assert fitting.read(path, identity) == Learned(None, None, found)
+    assert fitting.read(home / "none.safetensors", identity) == Learned(None, None)
+    sealed_file.write(path, {}, {**sealed_file.verified(path), "doubt": '{"value": 7, "catch": 0.9, "methods": []}'})
+    fitting._load.cache_clear()
+    with pytest.raises(ValueError, match=r"threshold of doubt cannot be read \(.*not 7\); run `kvsketch fit` again"):
+        fitting.read(path, identity)
 
 
 def test_a_file_that_is_no_basis_is_refused(model: Any, home: Path) -> None:

@@ -24,6 +24,7 @@ from typer.testing import CliRunner
 
 import kvsketch
 from kvsketch import environment, models
+from kvsketch.cache import fitting
 from kvsketch.cli import app, main
 from kvsketch.cli.boundary import one_line
 from kvsketch.cli.generate import Asked, read_request
@@ -31,7 +32,9 @@ from kvsketch.cli.methods import TABLE, describe
 from kvsketch.cli.options import COMPARED_MODEL, DEFAULT_MODEL
 from kvsketch.cli.serve import greeting
 from kvsketch.cli.watching import quick_dtype
+from kvsketch.compare import doubt
 from kvsketch.compiler import Programs, programs
+from kvsketch.doubt_threshold import Told, chosen
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.serve.held import full_cache_bytes
 from tests.helpers import zoo
@@ -378,6 +381,7 @@ def test_fit_writes_the_maps_of_a_model_once(folder: str, tmp_path: Path, monkey
     (tmp_path / "texts" / "a.txt").write_text(" ".join(f"{number} cats sat." for number in range(200)))
     texts = str(tmp_path / "texts")
     options = ["fit", folder, "--text", texts, "--tokens", "300", "--length", "256", "--device", "cpu"]
+    options += ["--doubt-questions", "0"]
     first, second = run(*options), run(*options)
     assert first.exit_code == second.exit_code == 0, first.output + second.output
     assert "fitted to 256 tokens" in first.stdout and "--again fits them again" in second.stdout
@@ -387,11 +391,42 @@ def test_fit_writes_the_maps_of_a_model_once(folder: str, tmp_path: Path, monkey
     assert not list((tmp_path / "home" / "maps").glob("*.part"))
     none = run(*options, "--bases-only", "--again")
     assert none.exit_code == 2 and "heads whose size is a multiple of 16" in one_line(none.output)
-    short = run(*options[:3], str(tmp_path / "texts" / "a.txt"), "--tokens", "256", "--length", "512", "--again")
+    text = str(tmp_path / "texts" / "a.txt")
+    short = run(*options[:3], text, "--tokens", "256", "--length", "512", "--again", "--doubt-questions", "0")
     assert short.exit_code == 0, short.output
     (tmp_path / "b.txt").write_text("too short")
     refused = run("fit", folder, "--text", str(tmp_path / "b.txt"), "--again")
     assert refused.exit_code == 2 and "none with 256 tokens or more" in one_line(refused.output)
+
+
+def test_fit_adds_a_threshold_of_doubt_to_what_a_file_has(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tiny model has nothing right; answers in its place choose the threshold."""
+    folder, out = str(save_tiny_model(tmp_path / "model", heads=2)), tmp_path / "fitted.safetensors"
+    monkeypatch.setenv("KVSKETCH_HOME", str(tmp_path / "home"))
+    (tmp_path / "a.txt").write_text(" ".join(f"{number} cats sat." for number in range(200)))
+    text = ["fit", folder, "--text", str(tmp_path / "a.txt"), "--tokens", "256", "--length", "256", "--out", str(out)]
+    assert run(*text, "--bases-only").exit_code == 0
+    told = [Told(n / 20, right=False, full_right=True) for n in range(1, 20)]
+    monkeypatch.setattr(doubt, "ask", lambda *args, **options: told)
+    added = run(*text)
+    assert "threshold of doubt, 0.100, to" in one_line(added.stdout) and "19 were lost, 18 of these" in added.stdout
+    identity = kvsketch.CompressedCache(models.load(folder, device="cpu")[0]).identity
+    found = fitting.read(out, identity)
+    assert found.bases is not None and found.doubt == chosen(told, 0.9, doubt.METHODS)
+    assert "--again fits them again" in run(*text).stdout
+    assert run(*text, "--bases-only", "--again").exit_code == 0
+    assert fitting.read(out, identity).doubt == found.doubt, "directions alone are fitted again"
+    monkeypatch.setattr(doubt, "ask", lambda *args, **options: told[:3])
+    none = run(*text, "--doubt-only", "--again")
+    assert none.exit_code == 0 and "no threshold of doubt: 3 of 3 answers were lost" in one_line(none.output)
+    assert fitting.read(out, identity).doubt == found.doubt
+    for words, options in (
+        ("--bases-only and --doubt-only exclude each other", ["--bases-only", "--doubt-only"]),
+        ("learns nothing; ask questions", ["--doubt-only", "--doubt-questions", "0"]),
+        ("catch 1 must be a share", ["--catch", "1"]),
+    ):
+        refused = run(*text, *options)
+        assert refused.exit_code == 2 and words in one_line(refused.output)
 
 
 def test_fit_learns_directions_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

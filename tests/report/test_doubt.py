@@ -56,5 +56,27 @@ def test_parts_hold_every_answer_once_in_order() -> None:
     assert "| 5 | 4 | 2 | 2 | 0.75 |" in doubt.by_task(doubt.answers(records()))
 
 
+def test_a_threshold_is_judged_by_questions_that_did_not_choose_it() -> None:
+    lines = doubt.answers(records())[2]
+    some = [lines._replace(doubt=n / 20, question=n, text=n) for n in range(1, 20)]
+    others = [each._replace(kind="ruler", doubt=each.doubt / 2) for each in some]
+    told = doubt.thresholds([*some, *others])
+    assert [(on, value, {each.kind for each in own}) for on, value, own in told] == [
+        ("ruler", 0.05, {"lines"}), ("lines", 0.1, {"ruler"}),
+    ]  # fmt: skip
+    assert doubt.thresholds(some) == [], "their own threshold says nothing"
+    assert doubt.thresholds([*some, *others[:8]])[0][0] == "lines", "8 lost answers choose none"
+    rows = doubt.by_threshold([*some, *others]).splitlines()
+    assert rows[2].endswith("| 19 of 19 | 100% | 0.00 | 1.00 | 1.00 | +0.00 [+0.00, +0.00] |")
+    assert "| 16 of 19 | 84% | 0.00 | 0.84 | 1.00 | -0.16 [" in rows[3]
+
+
+def test_a_threshold_that_a_record_names_judges_its_answers() -> None:
+    lines = doubt.answers(records())[2]
+    some = [lines._replace(kind="doubt", doubt=n / 20, question=n, text=n, threshold=0.5) for n in range(1, 20)]
+    assert doubt.thresholds(some) == [(doubt.FITTED, 0.5, some)]
+    assert "| 0.500 | 19 | 10 of 19 | 53% | 0.00 | 0.53 | 1.00 |" in doubt.by_threshold(some)
+
+
 def test_no_records_no_tables() -> None:
-    assert doubt.by_doubt([]) == doubt.by_task([]) == ""
+    assert doubt.by_doubt([]) == doubt.by_task([]) == doubt.by_threshold([]) == ""

@@ -3,6 +3,10 @@
 Questions of `kvsketch eval lines`, `ruler` and others count whose records have a doubt, on held-out seeds, where the
 full cache was asked the same. AUROC is the chance that of two answers that the full cache has right, one wrong and one
 right with the compressed cache, the wrong one has the larger doubt.
+
+A threshold makes a decision of it (`kvsketch.doubt_threshold`): answers that reach it are those of the full cache. The
+questions of each experiment are judged by the threshold that those of another one choose, or by the one of `kvsketch
+fit` that the records of `kvsketch eval doubt` name; never by their own.
 """
 
 from __future__ import annotations
@@ -11,13 +15,15 @@ import itertools
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
-from kvsketch_lab.records import FAILED, Record, latest, mean
+from kvsketch.doubt_threshold import CATCH, Told, chosen, fewest_lost, outcome
+from kvsketch_lab.records import FAILED, Record, Result, interval_text, latest, mean, paired_difference, text_of
 from kvsketch_lab.records.held_out import is_held_out_seed
 from kvsketch_lab.report.blocks import Code, table
 from kvsketch_lab.report.kinds import model_name
 
 FULL = "full"
 PARTS = 10
+FITTED = "kvsketch fit"
 
 
 class Answer(NamedTuple):
@@ -30,11 +36,18 @@ class Answer(NamedTuple):
     doubt: float
     right: bool
     full_right: bool
+    question: Any = None
+    text: Any = None  # what intervals draw
+    threshold: float | None = None  # that a record names
 
     @property
     def lost(self) -> bool:
         """Wrong although the full cache has it right."""
-        return self.full_right and not self.right
+        return self.told.lost
+
+    @property
+    def told(self) -> Told:
+        return Told(self.doubt, self.right, self.full_right)
 
 
 def answers(records: Iterable[Record]) -> list[Answer]:
@@ -43,7 +56,7 @@ def answers(records: Iterable[Record]) -> list[Answer]:
     full = {_question(record): record["data"]["score"] == 1 for record in own if record["data"]["method"] == FULL}
     return [
         Answer(model_name(data), record["kind"], data["method"], data["budget"], data["doubt"], data["score"] == 1,
-               full[_question(record)])
+               full[_question(record)], _question(record), text_of(data, record["seed"]), data.get("threshold"))
         for record in own
         if (data := record["data"])["method"] != FULL and _question(record) in full
     ]  # fmt: skip
@@ -94,4 +107,41 @@ def by_doubt(of: Sequence[Answer]) -> str:
         for own in parts(of)
     ]  # fmt: skip
     head = ["doubt", "answers", "wrong", "wrong, and right with the full cache"]
+    return table(head, rows) if rows else ""
+
+
+def thresholds(of: Sequence[Answer]) -> list[tuple[str, float, list[Answer]]]:
+    """What chose a threshold, the threshold, and the answers that it is tried on: those of other questions."""
+    result = []
+    for model, kind in dict.fromkeys((each.model, each.kind) for each in of):
+        own = [each for each in of if (each.model, each.kind) == (model, kind)]
+        named = {each.threshold for each in own} - {None}
+        result += [(FITTED, value, [a for a in own if a.threshold == value]) for value in named if value is not None]
+        for other in dict.fromkeys(each.kind for each in of if each.model == model and each.kind != kind):
+            told = [each.told for each in of if (each.model, each.kind) == (model, other)]
+            if not named and sum(each.lost for each in told) >= fewest_lost(CATCH):
+                result.append((other, chosen(told, CATCH).value, own))
+    return result
+
+
+def _results(of: Sequence[Answer], right: Sequence[bool]) -> list[Result]:
+    return [Result(each.question, each.text, float(one)) for each, one in zip(of, right, strict=True)]
+
+
+def by_threshold(of: Sequence[Answer]) -> str:
+    """A row for each model, experiment, method and budget, judged by a threshold of other questions; empty without."""
+    rows = []
+    for chosen_on, threshold, answers in thresholds(of):
+        for key in dict.fromkeys(each[:4] for each in answers):
+            own = [each for each in answers if each[:4] == key]
+            found = outcome([each.told for each in own], threshold)
+            after = [each.full_right if each.doubt >= threshold else each.right for each in own]
+            behind = paired_difference(_results(own, after), _results(own, [each.full_right for each in own]))
+            rows.append([key[0], key[1], Code(key[2]), key[3], chosen_on, f"{threshold:.3f}", str(found.answers),
+                         f"{found.caught} of {found.lost}", f"{found.asked_again / found.answers:.0%}",
+                         f"{found.right / found.answers:.2f}", f"{found.after / found.answers:.2f}",
+                         f"{found.full_right / found.answers:.2f}",
+                         "-" if behind is None else interval_text(behind.estimate, "+.2f")])  # fmt: skip
+    head = ["model", "questions", "cache", "bytes", "threshold chosen on", "threshold", "answers", "lost ones caught",
+            "asked again", "right", "with retries", "full cache", "with retries - full"]  # fmt: skip
     return table(head, rows) if rows else ""

@@ -3,9 +3,10 @@
     maps     from a virtual to a real repetition (`rehearse:replay=learned`). The model reads texts and repeats them,
              twice: the first time the map of the queries is fitted, then that of the scores which these queries give
     bases    directions in which keys and values are rounded (`basis=learned`, `ops.codec.basis`)
+    doubt    the threshold from which on an answer is asked again (`kvsketch serve --doubtful retry`, `doubt_threshold`)
 
 A file holds those of all layers and what identifies the model; it lies in the folder of fetched files, named after the
-model's identity, or where `rehearse:map=FILE` says. One without bases, or without maps, serves the other.
+model's identity, or where `rehearse:map=FILE` says. One that lacks some of them serves the others.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import hashlib
 import json
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +27,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.saving.model_identity import ModelIdentity
+from kvsketch.doubt_threshold import DoubtThreshold
 from kvsketch.methods import replay_map
 from kvsketch.methods.base import Method
 from kvsketch.methods.parameters import RANDOM
@@ -48,6 +50,7 @@ class Learned(NamedTuple):
 
     maps: ReplayMap | None
     bases: Bases | None
+    doubt: DoubtThreshold | None = None
 
 
 @dataclass(frozen=True)
@@ -116,7 +119,8 @@ def save(path: Path, learned: Learned, identity: dict[str, Any]) -> None:
     for kind in DIRECTIONS if learned.bases is not None else ():
         for layer, basis in getattr(learned.bases, kind).items():
             tensors |= {f"{kind}.{layer}.{part}": getattr(basis, part) for part in BASIS_PARTS}
-    sealed_file.write(path, tensors, {"model": json.dumps(of_maps(identity))})
+    doubt = {} if learned.doubt is None else {"doubt": json.dumps(asdict(learned.doubt))}
+    sealed_file.write(path, tensors, {"model": json.dumps(of_maps(identity)), **doubt})
 
 
 def of_maps(identity: dict[str, Any]) -> dict[str, Any]:
@@ -140,14 +144,8 @@ def with_learned(method: Method, identity: ModelIdentity, head_share: Any) -> Me
         return method
     named = named_file(method)
     path = Path(named).expanduser() if named else default_path(identity.describe(head_share))
-    learned = Learned(None, None)
-    if path.is_file():
-        learned, saved = _load(path, path.stat().st_mtime_ns)
-        if differences := identity.differences(saved, head_share):
-            raise ValueError(
-                f"{path} belongs to another model: {'; '.join(differences)}; run `kvsketch fit` for this one"
-            )
-    elif named:
+    learned = read(path, identity, head_share)
+    if named and not path.is_file():
         raise ValueError(f"there is no file {path}; write it with `kvsketch fit MODEL --out {path}`")
     again = " --again" if path.is_file() else ""
     if asks_maps and isinstance(method, Rehearse):
@@ -196,6 +194,29 @@ def is_there(path: Path, maps: bool, bases: bool) -> bool:
     return not (maps and learned.maps is None) and not (bases and learned.bases is None)
 
 
+def read(path: Path, identity: ModelIdentity, head_share: Any = None) -> Learned:
+    """What a file says of this model, nothing where there is no file; ValueError for a file of another model."""
+    if not path.is_file():
+        return Learned(None, None)
+    learned, saved = _load(path, path.stat().st_mtime_ns)
+    if differences := identity.differences(saved, head_share):
+        raise ValueError(f"{path} belongs to another model: {'; '.join(differences)}; run `kvsketch fit` for this one")
+    return learned
+
+
+def known_doubt(path: Path) -> DoubtThreshold | None:
+    """The threshold of doubt in a file; None where there is none, or the file is damaged."""
+    try:
+        return _load(path, path.stat().st_mtime_ns)[0].doubt
+    except (OSError, ValueError):
+        return None
+
+
+def threshold_of(identity: ModelIdentity, head_share: Any = None) -> DoubtThreshold | None:
+    """The threshold of doubt in the file of a model; None: there is none."""
+    return read(default_path(identity.describe(head_share)), identity, head_share).doubt
+
+
 def _warn(what: str, again: str) -> None:
     warnings.warn(f"{what}; `kvsketch fit MODEL{again}` makes them", stacklevel=4)
 
@@ -216,4 +237,15 @@ def _load(path: Path, changed: int) -> tuple[Learned, dict[str, Any]]:
             parts[kind][int(layer)] = Basis(*(tensors[f"{kind}.{layer}.{each}"] for each in BASIS_PARTS))
     maps = ReplayMap(parts[QUERIES], parts[SCORES]) if parts[QUERIES] else None
     bases = Bases(*(parts[kind] for kind in DIRECTIONS)) if parts[DIRECTIONS[0]] else None
-    return Learned(maps, bases), json.loads(text["model"])
+    return Learned(maps, bases, _threshold(path, text.get("doubt"))), json.loads(text["model"])
+
+
+def _threshold(path: Path, text: str | None) -> DoubtThreshold | None:
+    """That of a file; files that were written before there were thresholds have none."""
+    if text is None:
+        return None
+    try:
+        told = json.loads(text)
+        return DoubtThreshold(**{**told, "methods": tuple(told["methods"])})
+    except (ValueError, TypeError, KeyError) as error:
+        raise ValueError(f"{path}: its threshold of doubt cannot be read ({error}); run `kvsketch fit` again") from None

@@ -25,6 +25,7 @@ from kvsketch.cli.output import megabytes, remarks
 from kvsketch.cli.watching import fit_bar
 from kvsketch.decode.asking import repeat_instruction
 from kvsketch.defaults import CPU_FEWEST_TOKENS, CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
+from kvsketch.doubt_threshold import DoubtThreshold
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import AUTO, with_replay
 from kvsketch.models import fit_texts
@@ -78,21 +79,31 @@ def fit_first(model: Any, tokenizer: Any, method: Method, name: str, wanted: Fit
     try:
         with locked(path):
             if not fitting.is_there(path, maps, bases):
-                _say(learned_to_file(model, tokenizer, parts, path, identity))
+                doubt = fitting.known_doubt(path)
+                _say(learned_to_file(model, tokenizer, parts, path, identity, doubt=doubt))
     except (OSError, RuntimeError, ValueError) as error:
         _say(f"the fit failed ({error}); {instead}")
 
 
 def learned_to_file(
-    model: Any, tokenizer: Any, parts: Sequence[Tensor], path: Path, identity: dict[str, Any], maps: bool = True
+    model: Any,
+    tokenizer: Any,
+    parts: Sequence[Tensor],
+    path: Path,
+    identity: dict[str, Any],
+    maps: bool = True,
+    doubt: DoubtThreshold | None = None,
 ) -> str:
-    """Learns from parts of texts and writes the file, which the caller has locked; what it did, in words."""
+    """Learns from parts of texts and writes the file, which the caller has locked; what it did, in words.
+
+    `doubt`: the threshold that the file has and keeps.
+    """
     began = time.perf_counter()
     beside = path.with_name(f"{path.name}.part")
     with fit_bar() as progress:
         said = repeat_instruction(tokenizer)[0]
         learned = learning.learn(model, parts, said, maps=maps, beside=beside, progress=progress)
-    fitting.save(path, learned, identity)
+    fitting.save(path, learned._replace(doubt=doubt), identity)
     beside.unlink(missing_ok=True)
     seconds = time.perf_counter() - began
     count, size = counted(_tokens(parts), "token"), megabytes(path.stat().st_size)

@@ -62,6 +62,13 @@ def serve(
         str | None,
         typer.Option(help="Memory for caches of chats between turns; as --memory. 0: each turn reads the whole chat."),
     ] = None,
+    doubtful: Annotated[
+        str,
+        typer.Option(help="Answers about documents with much doubt. report: tell it; retry: ask the full cache again."),
+    ] = "report",
+    doubt_threshold: Annotated[
+        float | None, typer.Option(help="Doubt that --doubtful retry acts on. Default: what `kvsketch fit` chose.")
+    ] = None,
     cors: Annotated[
         list[str] | None,
         typer.Option(help="Allow web pages of this origin, such as https://app.example; can be repeated."),
@@ -94,9 +101,11 @@ def serve(
     from kvsketch.cache.chunks import require_stream
     from kvsketch.cli.first_fit import fit_first, with_auto
     from kvsketch.cli.watching import load_quick
+    from kvsketch.serve.doubtful import require_doubtful
     from kvsketch.serve.spans import parse_shares
 
     app.require_origins(cors or (), api_key)
+    require_doubtful(doubtful, doubt_threshold)
     chosen = with_auto(method or METHOD)
     shares = None if span_share is None else parse_shares(span_share, "--span-share")
     require_stream(prefill or "exact", chunk)
@@ -106,7 +115,7 @@ def serve(
         loaded, tokenizer, name or server.model_name(model), chosen,
         folder=documents, queue=queue, memory=bytes_of_memory, rows=rows,
         prefill=prefill, chunk=chunk, whole_below=SHORT if method is None else 0, answer_seconds=answer_seconds,
-        span_shares=shares, chats_memory=chats,
+        span_shares=shares, chats_memory=chats, doubtful=doubtful, doubt_threshold=doubt_threshold,
     )  # fmt: skip
     running = server.Server(
         service, host, api_key=api_key, largest_body=most, drain=drain, cors=cors or (), bound=bound

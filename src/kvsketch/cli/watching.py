@@ -52,9 +52,9 @@ def reading_bar(cache: Any, new: int) -> Iterator[Progress]:
 
 
 @contextlib.contextmanager
-def fit_bar() -> Iterator[Callable[[int, int], None]]:
-    """A bar over the tokens of a fit; takes how many are done, and all."""
-    columns = (TextColumn("fitting"), BarColumn(), MofNCompleteColumn(), TextColumn("tokens"), TimeElapsedColumn())
+def fit_bar(unit: str = "tokens") -> Iterator[Callable[[int, int], None]]:
+    """A bar over the tokens or pieces of a fit; takes how many are done, and all."""
+    columns = (TextColumn("fitting"), BarColumn(), MofNCompleteColumn(), TextColumn(unit), TimeElapsedColumn())
     console = remarks()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("", total=None)

@@ -153,16 +153,23 @@ def answers_of(
     tokenizer: Any, prefilled: Prefilled, cache: CompressedCache, questions: Sequence[Question], most: int
 ) -> tuple[str, ...]:
     """A greedy answer to each question; the cache stays as it is."""
+    return tuple(answer for answer, _ in answers_with_doubt(tokenizer, prefilled, cache, questions, most))
+
+
+def answers_with_doubt(
+    tokenizer: Any, prefilled: Prefilled, cache: CompressedCache, questions: Sequence[Question], most: int
+) -> list[tuple[str, float]]:
+    """The same, each with its doubt."""
     asked = [_question_ids(tokenizer, question) for question in questions]
-    answers = [""] * len(questions)
+    answers = [("", 0.0)] * len(questions)
     for length in dict.fromkeys(ids.shape[1] for ids in asked):
         rows = [row for row, ids in enumerate(asked) if ids.shape[1] == length]
         many = copy.deepcopy(cache)
         many.batch_repeat_interleave(len(rows))
         new = prefilled.rows([0] * len(rows)).generate(many, most, torch.cat([asked[row] for row in rows]))
-        for row, ids in zip(rows, new, strict=True):
-            answers[row] = str(tokenizer.decode(ids, skip_special_tokens=True)).strip()
-    return tuple(answers)
+        for row, ids, doubt in zip(rows, new, many.doubt(), strict=True):
+            answers[row] = str(tokenizer.decode(ids, skip_special_tokens=True)).strip(), doubt
+    return answers
 
 
 def _question_ids(tokenizer: Any, question: Question) -> Tensor:  # [1, n]

@@ -13,6 +13,7 @@ text.py         messages to token ids, and answers that grow token by token
 spans.py        which tokens of a chat are what: tool results, thinking and so on
 chats.py        caches of chats between two turns
 documents.py    texts that are read once and kept on disk
+doubtful.py     answers in doubt, asked again of the full cache
 held.py         what a cache holds of a text, for people
 files.py        the text of a file
 convert.py      the text of a PDF, Office file, book or HTML page, run in a process of its own

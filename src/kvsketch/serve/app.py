@@ -437,6 +437,8 @@ class Routes:
             raise ApiError(400, str(error), "invalid_document", "text") from None
         except Full as error:
             raise ApiError(429, str(error), "queue_full", retry_after=30) from None
+        if self.service.retries is not None:
+            await run_in_threadpool(self.service.retries.prepare, document.id)
         return JSONResponse(asdict(document), 202 if document.status != "ready" else 200)
 
     async def _uploaded(self, request: Request) -> tuple[DocumentSent, FileText]:

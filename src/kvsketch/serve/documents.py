@@ -303,7 +303,7 @@ class DocumentStore:
         made_of = json.dumps(parts, sort_keys=True)
         number = "doc-" + hashlib.sha256(made_of.encode()).hexdigest()[:24]
         with self._lock:
-            if not self._is_known(number):
+            if not self.is_known(number):
                 if sum(not each.error for each in self._reading.values()) >= MOST_WAITING:
                     raise Full(f"{MOST_WAITING} documents wait to be read")
                 document = Document(number, name, int(time.time()), self.name, str(chosen), tokens, len(text))
@@ -312,7 +312,7 @@ class DocumentStore:
                 self._start(number)
         return self.get(number)
 
-    def _is_known(self, number: str) -> bool:
+    def is_known(self, number: str) -> bool:
         try:
             self.get(number)
         except Unknown:
@@ -323,12 +323,13 @@ class DocumentStore:
         """Removes a document, also while it is read, and with it the reading of its text with the full cache, which is
         there for comparisons; their ids. Unknown where there is none.
         """
-        gone = [number, *self._full_twins(self.get(number))]
+        gone = [number, *self.full_twins(self.get(number))]
         for each in gone:
             self._delete(each)
         return gone
 
-    def _full_twins(self, document: Document) -> list[str]:
+    def full_twins(self, document: Document) -> list[str]:
+        """Readings of the text of a document with the full cache; none of one that is such a reading."""
         if document.method == WHOLE:
             return []
         same = (document.model, document.characters, WHOLE)
@@ -372,7 +373,7 @@ class DocumentStore:
             if places:
                 write_json(work / "places.json", {"places": list(places)})
             write_json(work / "document.json", {**facts, "recipe": method.full_text(), "identity": self.identity})
-            if not self._is_known(document.id):
+            if not self.is_known(document.id):
                 # What is there under its name is no document, such as a damaged one or a link.
                 self._clear(document.id)
                 self._place(work, document.id)

@@ -9,6 +9,7 @@ from prometheus_client import CollectorRegistry, Counter, Histogram, generate_la
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
+from kvsketch.serve.doubtful import DoubtfulTicket
 from kvsketch.serve.requests import EngineState, Ticket
 
 FIRST_TOKEN = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
@@ -31,10 +32,17 @@ class Metrics(Collector):
             "kvsketch_inter_token_seconds", "Mean time between the tokens of an answer.",
             buckets=BETWEEN_TOKENS, registry=self.registry,
         )  # fmt: skip
+        self.doubtful = Counter(
+            "kvsketch_doubtful", "Answers of --doubtful retry: sure, retried or not_retried.",
+            ["outcome"], registry=self.registry,
+        )  # fmt: skip
         self.registry.register(self)
 
     def note(self, ticket: Ticket) -> None:
         """An answer has ended."""
+        if isinstance(ticket, DoubtfulTicket):
+            outcome = "retried" if ticket.retried else "not_retried" if ticket.refused else "sure"
+            self.doubtful.labels(outcome).inc()
         times, count = ticket.timings, len(ticket.tokens)
         if times.first_token is None or times.last_token is None:
             return

@@ -24,6 +24,7 @@ from kvsketch.serve.address import bind
 from kvsketch.serve.app import LARGEST_BODY, create_app
 from kvsketch.serve.connections import Patience
 from kvsketch.serve.documents import MOST_BYTES, DocumentStore
+from kvsketch.serve.doubtful import REPORT, RETRY, Retries, require_doubtful, threshold_of
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
 from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
@@ -47,6 +48,8 @@ def start_service(
     answer_seconds: float = ANSWER_SECONDS,
     span_shares: Mapping[str, str] | None = None,
     chats_memory: int | None = None,
+    doubtful: str = REPORT,
+    doubt_threshold: float | None = None,
 ) -> Service:
     """A service around a model, with the engine that suits its method.
 
@@ -56,8 +59,11 @@ def start_service(
     `whole_below`: documents of fewer tokens that name no method are kept whole.
     `answer_seconds`: how long an answer may take. `span_shares`: how small spans of chats become, by their kind.
     `chats_memory`: bytes of the caches of chats that wait for their next turn, as many as `memory` unless given; 0:
-    every turn reads its transcript anew.
+    every turn reads its transcript anew. `doubtful`: "retry" asks the full cache again where an answer about a document
+    has a doubt of `doubt_threshold` or more, or of the threshold that `kvsketch fit` chose for the model.
     """
+    require_doubtful(doubtful, doubt_threshold)
+    threshold = threshold_of(model) if doubtful == RETRY and doubt_threshold is None else doubt_threshold
     # With what was learned of the model: documents and rows have equal methods.
     parsed = CompressedCache(model, method).method
     longest = longest_context(model, parsed, memory)
@@ -74,7 +80,8 @@ def start_service(
         folder or models.home() / "documents", model, tokenizer, parsed, name=name, most_tokens=longest,
         most_bytes=memory or MOST_BYTES, whole_below=whole_below, **reading,
     )  # fmt: skip
-    return Service(engine, documents, longest, answer_seconds=answer_seconds, span_shares=span_shares)
+    retries = None if threshold is None else Retries(engine, documents, threshold)
+    return Service(engine, documents, longest, answer_seconds=answer_seconds, span_shares=span_shares, retries=retries)
 
 
 def application(

@@ -13,7 +13,9 @@ from uuid import uuid4
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method
 from kvsketch.serve.anthropic_schema import CountAsked, MessagesAsked
+from kvsketch.serve.caches import WHOLE
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
+from kvsketch.serve.doubtful import Retries
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.grammar import NEEDS, Grammars, Guide
 from kvsketch.serve.held import full_cache_bytes
@@ -61,6 +63,7 @@ class Prompt:
     ids: list[int]  # of the messages
     messages: list[dict[str, Any]]
     document: CompressedCache | None
+    again: str | None = None  # the document that a doubtful answer is asked again of
 
     @property
     def tokens_before(self) -> int:
@@ -120,6 +123,7 @@ class Service:
 
     answer_seconds: how long an answer may take, its wait in the queue included; then it ends with an error.
     span_shares: how small spans of chats become, by their kind (`spans`); empty: they stay as the method keeps them.
+    retries: what asks doubtful answers about documents again; None: they are answers as others.
     """
 
     def __init__(
@@ -130,7 +134,9 @@ class Service:
         *,
         answer_seconds: float = ANSWER_SECONDS,
         span_shares: Mapping[str, str] | None = None,
+        retries: Retries | None = None,
     ) -> None:
+        self.retries = retries
         self.engine, self.documents, self.context = engine, documents, context
         self.model, self.tokenizer = documents.model, documents.tokenizer
         self.name, self.method = documents.name, documents.method
@@ -155,7 +161,7 @@ class Service:
         compaction = self._compaction(asked, prompt)
         turns = self._turns(asked, prompt) if compaction is None else ()
         own = {"document": prompt.document, "guide": self._guide(asked), "compaction": compaction, "turns": turns}
-        answer = self._start(asked, [prompt.ids], prefix, **own)
+        answer = self._start(asked, [prompt.ids], prefix, again=prompt.again, **own)
         if asked.offered:
             names = {tool["function"]["name"] for tool in asked.offered}
             for choice in answer.choices:
@@ -171,14 +177,17 @@ class Service:
         document = None if number is None else self._cache(number)
         write = self.template.chat if number is None else self.template.after_document
         try:
-            prompt = Prompt(write(messages, asked.offered), messages, document)
+            # A reader of calls may end an answer before its tokens do, and its doubt would be another one.
+            compressed = document is not None and str(document.method) != WHOLE
+            again = number if self.retries is not None and compressed and not asked.offered else None
+            prompt = Prompt(write(messages, asked.offered), messages, document, again)
             if not asked.may_be_shortened or prompt.tokens + (asked.limit or 1) <= self.context:
                 return prompt
             # An answer of the usual length has room behind what is left.
             new = asked.limit or min(DEFAULT_NEW_TOKENS, self.context // 4)
             room = self.context - prompt.tokens_before - new
             left = shortened(messages, lambda some: len(write(some, asked.offered)) <= room)
-            return prompt if left is None else Prompt(write(left, asked.offered), left, document)
+            return prompt if left is None else Prompt(write(left, asked.offered), left, document, again)
         except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
 
@@ -249,13 +258,19 @@ class Service:
             raise ApiError(400, f"prompt: token ids must be from 0 to {most - 1}", "invalid_value", "prompt")
         return self._start(asked, prompts, "cmpl-")
 
-    def _start(self, asked: Asked, prompts: list[list[int]], prefix: str, **own: Any) -> Answer:
-        """Starts `asked.n` texts for each of the prompts; `own`: fields of their requests."""
+    def _start(
+        self, asked: Asked, prompts: list[list[int]], prefix: str, again: str | None = None, **own: Any
+    ) -> Answer:
+        """Starts `asked.n` texts for each of the prompts; `own`: fields of their requests; `again`: the document of
+        which the full cache is asked what is in doubt.
+        """
         self._require_places(len(prompts) * (asked.n or 1))
         requests = [self._request(asked, number, ids, **own) for ids in prompts for number in range(asked.n or 1)]
+        tickets = self._submit_all(requests)
+        if self.retries is not None and again is not None:
+            tickets = self.retries.watch(tickets, again, asked.stops)
         choices = [
-            Choice(index, ticket, GrowingText(self.tokenizer, asked.stops))
-            for index, ticket in enumerate(self._submit_all(requests))
+            Choice(index, ticket, GrowingText(self.tokenizer, asked.stops)) for index, ticket in enumerate(tickets)
         ]
         return Answer(asked, choices, prefix + uuid4().hex, int(time.time()), self.answer_seconds)
 
@@ -376,6 +391,8 @@ class Service:
         self.stopping = True
         self.documents.close()
         self.engine.close(drain)
+        if self.retries is not None:
+            self.retries.close()
 
 
 def longest_context(model: Any, method: Method, memory: int | None) -> int:

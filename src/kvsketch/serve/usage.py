@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from kvsketch.serve.doubtful import DoubtfulTicket
 from kvsketch.serve.requests import Ticket
 from kvsketch.serve.service import Answer
 
@@ -39,6 +40,7 @@ def message_usage(answer: Answer, begun: bool = True) -> dict[str, Any]:
 def _own(answer: Answer) -> dict[str, Any]:
     """What other servers do not tell; the bytes are those at the first token, of all texts together."""
     tickets: list[Ticket] = [choice.ticket for choice in answer.choices]
+    watched = [ticket for ticket in tickets if isinstance(ticket, DoubtfulTicket)]
     return {
         "doubt": answer.doubt,
         "kvsketch": {
@@ -46,5 +48,17 @@ def _own(answer: Answer) -> dict[str, Any]:
             "repeated_tokens": sum(ticket.tokens_repeated for ticket in tickets),
             "cache_bytes": sum(ticket.cache_bytes for ticket in tickets),
             "full_bytes": sum(ticket.full_bytes for ticket in tickets),
+            **(_retried(watched) if watched else {}),
         },
+    }
+
+
+def _retried(tickets: list[DoubtfulTicket]) -> dict[str, Any]:
+    """What became of answers that are asked again where they are in doubt; of several, the most doubtful first one."""
+    refused = next((ticket.refused for ticket in tickets if ticket.refused), "")
+    return {
+        "retried": any(ticket.retried for ticket in tickets),
+        "answered_by": ", ".join(dict.fromkeys(ticket.answered_by for ticket in tickets)),
+        "first_doubt": round(max(ticket.first_doubt or 0.0 for ticket in tickets), 4),
+        **({"not_retried": refused} if refused else {}),
     }

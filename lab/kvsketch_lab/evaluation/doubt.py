@@ -1,0 +1,132 @@
+"""Whether a threshold of doubt finds lost answers: questions that did not choose it, about texts of seven kinds.
+
+    kvsketch fit qwen2.5-coder-1.5b --text books/ --doubt-only
+    kvsketch eval doubt --model qwen2.5-coder-1.5b --texts 5 --seeds 100 --out results/doubt
+
+A text is of one of the kinds of `text_kinds`, with as many facts as fill `--tokens`; some are asked for, and the model
+writes the whole answer. Every question goes to the full cache too. An answer with a doubt of the threshold or more is
+that of the full cache instead, as `kvsketch serve --doubtful retry` does; greedy answers are the same both times.
+
+    lost         answers that the full cache has right and the compressed one has not; caught: with doubt enough
+    asked again  share of all answers with doubt enough: what retries cost
+    after        right answers with these asked again
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cache
+from itertools import product
+from typing import Any
+
+from rich.console import Console
+
+from kvsketch.cache import fitting
+from kvsketch.cache.compressed import CompressedCache
+from kvsketch.compare.budgets import UNITS
+from kvsketch.decode.asking import document_ids
+from kvsketch.doubt_threshold import DoubtThreshold, Told, outcome
+from kvsketch_lab.evaluation import haystack, text_kinds
+from kvsketch_lab.evaluation.experiment import (
+    Cell,
+    budgets_option,
+    methods_option,
+    model_option,
+    text_sha256,
+)
+from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
+from kvsketch_lab.lists import grouped
+from kvsketch_lab.options import option
+from kvsketch_lab.records import FAILED
+
+FULL = "full"
+MOST_FACTS = 2000
+
+
+@dataclass
+class DoubtOptions(QuestionOptions):
+    model: str = model_option("qwen2.5-coder-0.5b")
+    methods: str = methods_option("full,rehearse")
+    budgets: str = budgets_option("1/8,1/16")
+    budgets_in: str = option("bytes", "what is equal across methods", choices=UNITS)
+    kinds: tuple[str, ...] = option("all", "kinds of texts, comma-separated", choices=("all", *text_kinds.KINDS))
+    texts: int = option(4, "texts of each kind and seed", least=1)
+    tokens: int = option(2048, "tokens of a text", least=128)
+    questions: int = option(8, "facts of each text that are asked for", least=1)
+    threshold: float | None = option(None, "doubt from which an answer is asked again; what kvsketch fit chose")
+
+
+class Doubts(QuestionExperiment):
+    name, by = "doubt", "text_kind"
+    options: DoubtOptions
+
+    def __init__(self, options: Any) -> None:
+        super().__init__(options)
+        if FULL not in (method for method, _ in self.contenders):
+            raise ValueError(f"--methods {options.methods} lacks {FULL}, which tells what was lost; add it")
+        if options.threshold is not None:
+            DoubtThreshold(options.threshold, 0.5)  # it is from 0 to 1
+        self.threshold: float | None = options.threshold
+        self.made = cache(self._made)
+
+    def open(self) -> None:
+        super().open()
+        if self.options.threshold is None:
+            empty = CompressedCache(self.model, FULL)
+            found = fitting.threshold_of(empty.identity, empty.head_share)
+            if found is None:
+                raise ValueError(
+                    f"{self.options.model} has no threshold of doubt; run `kvsketch fit {self.options.model} --text "
+                    "FILES --doubt-only` once, or give one, such as --threshold 0.2"
+                )
+            self.threshold = round(found.value, 4)
+
+    @property
+    def kinds(self) -> list[str]:
+        wanted = self.options.kinds
+        return [*text_kinds.KINDS] if "all" in wanted else [*wanted]
+
+    def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
+        options = self.options
+        for kind, text, number in product(self.kinds, range(options.texts), range(options.questions)):
+            yield f"kind={kind} text={text} question={number}", {"text_kind": kind, "tokens": options.tokens}
+
+    def _made(self, kind: str, seed: int, number: int) -> text_kinds.Text:
+        """The text with as many facts as fit."""
+
+        def tokens(facts: int) -> int:
+            return document_ids(self.tokenizer, text_kinds.make(kind, seed, number, facts).text).shape[1]
+
+        facts = haystack.most_that_fit(MOST_FACTS, tokens, self.options.tokens)
+        if facts < self.options.questions:
+            raise ValueError(
+                f"--tokens {self.options.tokens} hold {facts} facts of {kind}, and --questions "
+                f"{self.options.questions} asks for more; use more tokens, or fewer questions"
+            )
+        return text_kinds.make(kind, seed, number, facts)
+
+    def ask(self, cell: Cell) -> Question:
+        made = self.made(cell["text_kind"], cell.seed, int(cell.parts["text"]))
+        asked = made.asks[int(cell.parts["question"])]
+        return chat_question(
+            self.tokenizer, made.text, asked.question, asked.answer,
+            threshold=self.threshold, text_sha256=text_sha256(made.text + asked.question),
+        )  # fmt: skip
+
+    def score(self, answer: str, expected: str) -> float:
+        return float(expected in answer)
+
+    def show(self, data: list[dict[str, Any]]) -> None:
+        super().show(data)
+        whole = [each for each in data if FAILED not in each]
+        full = {_question(each): each["score"] == 1 for each in whole if each["method"] == FULL}
+        small = [each for each in whole if each["method"] != FULL and _question(each) in full]
+        alike = grouped(small, lambda each: (each["method"], each["budget"], each["threshold"]))
+        for (method, budget, threshold), own in alike.items():
+            told = [Told(each["doubt"], each["score"] == 1, full[_question(each)]) for each in own]
+            Console().print(f"{method} {budget}: {outcome(told, threshold)}", markup=False, soft_wrap=True)
+
+
+def _question(data: dict[str, Any]) -> tuple[Any, ...]:
+    return data.get("seed"), data["sample"]

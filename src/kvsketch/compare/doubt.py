@@ -1,0 +1,71 @@
+"""Questions with known answers, from which a model's threshold of doubt is chosen (`kvsketch fit`).
+
+Texts are cut into pieces. Ten codes are hidden in each piece, and each code is asked for: of the full cache, and of
+compressed caches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from kvsketch.compare.questions import Question, answers_with_doubt
+from kvsketch.compare.shared_prefill import shared_prefill
+from kvsketch.decode.asking import document_ids, repeat_instruction
+from kvsketch.doubt_threshold import Told
+from kvsketch.methods import parse_method
+from kvsketch.models import texts
+from kvsketch.models.texts import DOORS
+
+PIECE = 768  # tokens of a text that ten codes are hidden in
+NEW_TOKENS = 24  # of an answer at most
+ASKED = "What is the code of the {door} door?"
+METHODS = ("rehearse:bytes=1/8", "rehearse:bytes=1/12", "rehearse:bytes=1/16")
+
+
+def pieces(tokenizer: Any, whole: Sequence[str], count: int) -> list[str]:
+    """Up to `count` pieces of texts, by turns from each text, from its beginning."""
+    cut = [_cut(tokenizer, text) for text in whole]
+    by_turns = [own[place] for place in range(max(map(len, cut), default=0)) for own in cut if place < len(own)]
+    return by_turns[:count]
+
+
+def _cut(tokenizer: Any, text: str) -> list[str]:
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    return [tokenizer.decode(ids[at : at + PIECE]) for at in range(0, len(ids) - PIECE // 2, PIECE)]
+
+
+def ask(
+    model: Any,
+    tokenizer: Any,
+    some: Sequence[str],
+    *,
+    methods: Sequence[str] = METHODS,
+    progress: Callable[[int, int], None] | None = None,
+) -> list[Told]:
+    """What compressed caches of pieces of text say of the codes that are hidden in them."""
+    result: list[Told] = []
+    for number, piece in enumerate(some):
+        result += _of_piece(model, tokenizer, piece, number, methods)
+        if progress is not None:
+            progress(number + 1, len(some))
+    return result
+
+
+def _of_piece(model: Any, tokenizer: Any, piece: str, number: int, methods: Sequence[str]) -> Iterator[Told]:
+    try:
+        hidden = texts.codes_document(tokenizer, PIECE, number, piece)
+    except ValueError:  # fewer sentences than codes
+        return
+    prefilled = shared_prefill(model, document_ids(tokenizer, hidden.text).to(model.device))
+    prefilled.instruction = repeat_instruction(tokenizer).to(model.device)
+    asked = [Question(ASKED.format(door=door), expected=hidden.codes[door]) for door in DOORS]
+    answers: dict[str, list[tuple[float, bool]]] = {}
+    for method in ("full", *methods):
+        said = answers_with_doubt(tokenizer, prefilled, prefilled.cache(parse_method(method)), asked, NEW_TOKENS)
+        answers[method] = [
+            (doubt, question.expected in answer) for question, (answer, doubt) in zip(asked, said, strict=True)
+        ]
+    for method in methods:
+        for (doubt, right), (_, full_right) in zip(answers[method], answers["full"], strict=True):
+            yield Told(doubt, right, full_right)
