@@ -505,6 +505,30 @@ def test_a_real_repetition_scores_by_the_formula() -> None:
     torch.testing.assert_close(score, torch.cat(expected, 2), atol=1e-5, rtol=1e-4)
 
 
+@pytest.mark.parametrize("whole", [None, 50])
+def test_a_virtual_repetition_scores_by_the_formula(whole: int | None) -> None:
+    """24 positions behind the whole text, of which 40 tokens are there, or will be more; the last 4 of them wait."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 40, 8, generator=generator)
+    queries = 2.0 * torch.randn(1, 4, 30, 8, generator=generator)
+    rates = (1.0, 0.5, 0.2, 0.1)
+    table, expected = SlotTable(LayerContext(0, 1, rotary=rates)), []
+    table.forward.scale = 0.4
+    table.append(keys, keys)
+    Replay(chunk=16, sinks=8).virtual(table, queries, [16, 14], 4, whole)
+    for begin, end, sinks in ((6, 22, 0), (22, 36, 8)):  # sinks that are in a chunk are not counted once more
+        q = queries[:, :, begin - 6 : end - 6]
+        angles, (a, b) = (24 + (whole or 40) - begin) * torch.tensor(rates), q.chunk(2, -1)
+        far = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+        own, first = (x.repeat_interleave(2, 1) for x in (keys[:, :, begin:end], keys[:, :, :sinks]))
+        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        logits = torch.cat([far @ own.mT, far @ first.mT, (q @ own.mT).masked_fill(later, float("-inf"))], -1)
+        expected.append((0.4 * logits).softmax(-1)[..., : end - begin].unflatten(1, (2, 2)).amax((2, 3)))
+    score = table.state_of(waiting.Waiting).score
+    assert score is not None
+    torch.testing.assert_close(score[..., 6:36], torch.cat(expected, 2), atol=1e-5, rtol=1e-4)
+
+
 def test_chunks_of_a_row_with_much_padding_are_scored_as_those_of_the_row_alone() -> None:
     """21 of 64 tokens are padding: a chunk and a part of the next. Sinks are the first tokens behind it."""
     generator = torch.Generator().manual_seed(0)
