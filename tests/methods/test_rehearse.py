@@ -18,7 +18,7 @@ from kvsketch.methods import waiting
 from kvsketch.methods.divide import largest
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
-from kvsketch.methods.replay import Replay, sampled
+from kvsketch.methods.replay import Replay, first_keys, sampled
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
@@ -469,6 +469,40 @@ def test_scores_take_the_sums_that_the_first_reading_has_computed(
         result.append(scores(cache))
         assert sum(known) == count * len(cache.slot_layers)
     torch.testing.assert_close(*result, atol=1e-6, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("beside", "taken"), [("nothing", True), ("padding", False), ("document", False), ("earlier tokens", False)]
+)
+def test_sums_of_a_reading_that_saw_other_tokens_are_not_taken(beside: str, taken: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 4))
+    result = []
+    for sums in (None, torch.zeros(1, 4, 40)):
+        table = SlotTable(LayerContext(0, 1, rotary=(1.0, 0.5, 0.2, 0.1)))
+        if beside == "document":
+            table.document = SlotTable(LayerContext(0, 1))
+            table.document.append(keys, keys)
+        elif beside == "earlier tokens":
+            table.append(keys, keys)
+        table.padding = torch.tensor([7]) if beside == "padding" else None
+        table.append(keys, keys)
+        table.forward.scale, table.forward.row_lse = 0.4, sums
+        Replay(chunk=64, sinks=4).virtual(table, queries)
+        score = table.state_of(waiting.Waiting).score
+        assert score is not None
+        result.append(score)
+    assert torch.equal(*result) != taken
+
+
+def test_the_sinks_of_a_text_behind_a_document_are_those_of_the_document() -> None:
+    keys, others = torch.randn(2, 1, 2, 20, 8, generator=torch.Generator().manual_seed(0))
+    table = SlotTable(LayerContext(0, 1))
+    table.append(keys, keys)
+    assert torch.equal(first_keys(table, 4), keys[:, :, :4]) and first_keys(table, 20).shape[2] == 0
+    table.document = SlotTable(LayerContext(0, 1))
+    table.document.append(others, others)
+    assert torch.equal(first_keys(table, 4), others[:, :, :4])
 
 
 @pytest.mark.parametrize("replay", ["virtual", "exact"])
