@@ -349,6 +349,15 @@ def test_layers_fold_by_their_own_scores() -> None:
         assert alone.log_weights.abs().max() > 0.1
 
 
+@pytest.mark.parametrize("solved", [module.SOLVED], indirect=True)
+def test_a_cpu_asks_some_of_the_queries() -> None:
+    """A quarter fewer where slots are many; a GPU asks all of them."""
+    cpu, slots = torch.device("cpu"), (module.SOLVED, module.SOLVED + 1)
+    assert [module.queries_of(kept, 1000, cpu) for kept in slots] == [384, 288]
+    assert [module.queries_of(kept, 200, cpu) for kept in slots] == [200, 200]
+    assert module.queries_of(1, 1000, torch.device("cuda")) == 1000
+
+
 def test_a_cpu_leaves_heads_as_they_are_that_keep_nine_tenths() -> None:
     kept, sizes = torch.tensor([0, 89, 90, 99, 100]), torch.full((5,), 100)
     assert module.worth_it(kept, sizes, torch.device("cpu")).tolist() == [True, True, False, False, False]
