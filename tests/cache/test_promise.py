@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 from typing import Any
 
 import pytest
@@ -126,9 +128,28 @@ def test_few_bad_passages_are_not_hidden_by_the_mean(bad: int, within: bool) -> 
     assert lost.is_within(0.05, errors=0) == within
 
 
-@pytest.mark.parametrize(("losses", "within"), [((0.0, 0.3), False), ((0.3, 0.0), False), ((0.0, 0.06), True)])
+@pytest.mark.parametrize(
+    ("losses", "within"),
+    [((0.0, 0.06), True), ((0.02, 0.09), False), ((0.09, 0.02), False), ((-0.3, 0.3), False), ((0.3, -0.3), False)],
+)
 def test_the_rows_of_a_batch_count_alike(losses: tuple[float, float], within: bool) -> None:
+    """In the mean, and in the quantile, which .3 in either row exceeds."""
     assert loss([[each] * 4 for each in losses]).is_within(0.05, errors=1) == within
+
+
+def test_the_standard_error_of_a_batch_is_that_of_the_means_of_its_rows() -> None:
+    """Each row is off by .03 at every passage, both together are not."""
+    assert loss([[0.015, 0.075] * 2, [0.075, 0.015] * 2]).is_within(0.05, errors=1)
+
+
+@pytest.mark.parametrize("row", [0, 1])
+def test_lookups_of_every_row_of_a_batch_count(row: int) -> None:
+    full, small = torch.ones(2, 8, dtype=torch.float64), torch.ones(2, 8, dtype=torch.float64)
+    small[row, :4] = 0.0
+    made = promise.Loss(torch.zeros(2, 12, dtype=torch.float64), full, small)
+    share, error = made.answers
+    assert (made.lost, made.asked, share) == (4, 16, 0.25)
+    assert error == pytest.approx((0.25 * 0.75 / 15) ** 0.5)
 
 
 def test_a_form_that_recurs_where_passages_lay_at_equal_distances_fools_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -201,11 +222,15 @@ def test_the_bound_is_that_of_clopper_and_pearson(lost: int, asked: int, expecte
 
 def test_the_curve_tells_the_bytes_and_the_mean_loss_of_what_was_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     model, ids = zoo.build("llama", **SIZES), zoo.tokens(1, 200)
-    pretend(monkeypatch, lambda *_: 0.03)
+    asked = pretend(monkeypatch, lambda _, begin, __: 0.02 + 0.0001 * begin)
     cache, full = read(model, ids, "rehearse:loss=5%"), CompressedCache(model, "full")
     kvsketch.prefill(model, ids, full)
     assert cache.promise is not None
-    assert [rung.loss for rung in cache.promise.curve] == pytest.approx([0.03] * len(cache.promise.curve))
+    choice, *checks = [[0.02 + 0.0001 * begin for begin, _ in each] for each in {tuple(p.passages): 0 for p in asked}]
+    means = [fmean(choice)] * (len(cache.promise.curve) - 1) + [fmean(itertools.chain(*checks))]
+    assert sorted(rung.loss for rung in cache.promise.curve) == pytest.approx(sorted(means))
+    assert cache.promise.checked is not None and cache.promise.checked.loss == pytest.approx(means[-1])
+    assert len(checks) == promise.CHECKS and min(choice) < means[0] - 0.001
     assert all(
         rung.bytes == pytest.approx(cache.device_bytes / full.device_bytes)
         for rung in cache.promise.curve if rung.method == cache.promise.kept

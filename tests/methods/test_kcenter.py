@@ -60,15 +60,19 @@ def test_every_old_key_lies_within_twice_the_planted_radius(form: str) -> None:
         assert float(recent) > bound * radius, "the same number of recent tokens must fail"
 
 
-def test_centers_are_distinct_begin_with_the_first_token_and_are_in_order() -> None:
+@pytest.mark.parametrize("form", ["exact", "coarse"])
+def test_centers_are_distinct_begin_with_the_first_token_and_are_in_order(form: str) -> None:
     keys = normal(2, HEADS, 70, SIZE)
-    table = compressed(KCenter(budget=30, recent="40%", sinks=3), keys)
+    table = compressed(KCenter(budget=30, recent="40%", sinks=3, form=form), keys)
+    other = compressed(KCenter(budget=30, recent="40%", sinks=3, form="exact" if form == "coarse" else "coarse"), keys)
+    assert kept(table) != kept(other)
     for row in range(2):
         for head in range(HEADS):
             tokens = kept(table, head, row)
             assert tokens == sorted(set(tokens)) and len(tokens) == 30
             assert tokens[:3] == [0, 1, 2] and tokens[-12:] == list(range(58, 70))
-            expected = ops.farthest_first(keys[row : row + 1, head : head + 1, :58].contiguous(), 18, given=3).index
+            own = keys[row : row + 1, head : head + 1, :58].contiguous()
+            expected = ops.farthest_first(own, 18, given=3, form=form).index
             assert tokens[:-12] == sorted(expected.flatten().tolist())
 
 
@@ -87,6 +91,16 @@ def test_a_budget_for_everything_keeps_everything() -> None:
     whole = SlotTable(LayerContext(0, 1))
     feed(whole, KCenter(budget=40, recent=10), keys)
     assert whole.exact
+
+
+def test_a_row_whose_budget_is_shorter_than_the_window_keeps_to_it() -> None:
+    """A quarter of the second row's 20 tokens are its last 5, alone and beside a longer row."""
+    keys, method = normal(2, HEADS, 60, SIZE), KCenter(budget="25%", recent=10)
+    table = SlotTable(LayerContext(0, 1))
+    table.padding = torch.tensor([0, 40], device=DEVICE)
+    feed(table, method, keys)
+    assert kept(table, row=1) == list(range(55, 60)) and kept(table)[-10:] == list(range(50, 60))
+    assert kept(compressed(method, keys[1:, :, 40:])) == list(range(15, 20))
 
 
 def test_an_isolated_key_survives() -> None:

@@ -71,6 +71,7 @@ def test_rows_that_share_a_table_count_from_their_own_prompts() -> None:
     table.prompts = torch.tensor([12, 18])
     temperature = Keyformer(budget=64, tau_init=1.0, tau_end=2.0, horizon=16).temperature(table)
     assert reference.temperature_at(temperature, table.seen, torch.device("cpu")).tolist() == [1.5, 1.125]
+    assert Keyformer.counts_prompt, "so a page holds the length of its prompt"
 
 
 def test_a_draft_goes_on_and_a_turn_starts_again() -> None:
@@ -125,6 +126,16 @@ def test_noise_changes_what_is_kept_and_nothing_else() -> None:
     ]
     assert all(torch.equal(a, b) for a, b in zip(*roomy, strict=True))
     assert not all(torch.equal(a, b) for a, b in zip(*tight, strict=True))
+
+
+def test_a_process_that_holds_some_heads_draws_what_one_with_all_of_them_does() -> None:
+    stream, scores = random_stream([PROMPT]), []
+    for first in (0, 1):
+        table = SlotTable(LayerContext(0, 1, first_head=first))
+        table.append(stream.keys[:, first:], stream.keys[:, first:])
+        Keyformer().observe(table, stream.queries[:, 2 * first :])
+        scores.append(table.state.score[:, -1])
+    torch.testing.assert_close(*scores)
 
 
 def hot_token_stream(hot: int) -> Stream:

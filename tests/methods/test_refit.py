@@ -49,12 +49,15 @@ def test_new_queries_see_the_mass_and_the_output_of_all_slots_better() -> None:
     assert (result.gain < 1).all()
 
 
-def test_slots_with_equal_keys_merge_into_one_with_their_sum(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_slots_with_equal_keys_merge_into_one_with_their_sum(elsewhere: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where queries see about as much elsewhere: what is fitted is their share of the chunk."""
     monkeypatch.setattr(module, "RIDGES", (1e-6, 1e-6))
     q, k, v, _ = problem(slots=40, queries=200)
     k[:, 20:] = k[:, :20]
     kept = torch.arange(20).expand(6, 20)
-    result = refit(q, Slots(k, v, kept, 0.25), steps=(2000, 100))
+    others = (0.25 * q @ k.mT).logsumexp(-1) + torch.linspace(-2.0, 2.0, 200) if elsewhere else None
+    result = refit(q, Slots(k, v, kept, 0.25, elsewhere=others), steps=(2000, 100))
     torch.testing.assert_close(result.log_weights.exp(), torch.full((6, 20), 2.0), atol=0.02, rtol=0)
     out, mass = attended(q, k, v, torch.zeros(6, 40))
     out_kept, mass_kept = attended(q, k[:, :20], result.values, result.log_weights)
@@ -280,6 +283,13 @@ def fitted(steps: int, kept: int = 12) -> tuple[torch.Tensor, torch.Tensor]:
     return module.fitted_weights((a.mT @ a).contiguous(), a, share, steps), wanted.float()
 
 
+def test_a_hundredth_of_the_diagonal_pulls_weights_to_one() -> None:
+    """One slot, of which 50 queries want three times as much: (150 + r) / (50 + r) with r = 50 / 100."""
+    a = torch.ones(1, 50, 1)
+    w = module.fitted_weights(module.squared(a), a, torch.full((1, 50), 3.0), module.WEIGHT_STEPS)
+    assert w.item() == pytest.approx(150.5 / 50.5, rel=1e-4)
+
+
 def test_weights_are_the_least_of_their_sum_of_squares_and_ridge() -> None:
     torch.testing.assert_close(*fitted(2000), atol=1e-3, rtol=1e-3)
 
@@ -337,6 +347,15 @@ def test_layers_fold_by_their_own_scores() -> None:
         torch.testing.assert_close(change.log_weights, alone.log_weights)
         torch.testing.assert_close(change.values, alone.values)
         assert alone.log_weights.abs().max() > 0.1
+
+
+@pytest.mark.parametrize("solved", [module.SOLVED], indirect=True)
+def test_a_cpu_asks_some_of_the_queries() -> None:
+    """A quarter fewer where slots are many; a GPU asks all of them."""
+    cpu, slots = torch.device("cpu"), (module.SOLVED, module.SOLVED + 1)
+    assert [module.queries_of(kept, 1000, cpu) for kept in slots] == [384, 288]
+    assert [module.queries_of(kept, 200, cpu) for kept in slots] == [200, 200]
+    assert module.queries_of(1, 1000, torch.device("cuda")) == 1000
 
 
 def test_a_cpu_leaves_heads_as_they_are_that_keep_nine_tenths() -> None:

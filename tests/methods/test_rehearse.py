@@ -18,7 +18,7 @@ from kvsketch.methods import waiting
 from kvsketch.methods.divide import largest
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
-from kvsketch.methods.replay import Replay, sampled
+from kvsketch.methods.replay import Replay, first_keys, sampled
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
@@ -471,6 +471,40 @@ def test_scores_take_the_sums_that_the_first_reading_has_computed(
     torch.testing.assert_close(*result, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("beside", "taken"), [("nothing", True), ("padding", False), ("document", False), ("earlier tokens", False)]
+)
+def test_sums_of_a_reading_that_saw_other_tokens_are_not_taken(beside: str, taken: bool) -> None:
+    generator = torch.Generator().manual_seed(0)
+    keys, queries = (torch.randn(1, heads, 40, 8, generator=generator) for heads in (2, 4))
+    result = []
+    for sums in (None, torch.zeros(1, 4, 40)):
+        table = SlotTable(LayerContext(0, 1, rotary=(1.0, 0.5, 0.2, 0.1)))
+        if beside == "document":
+            table.document = SlotTable(LayerContext(0, 1))
+            table.document.append(keys, keys)
+        elif beside == "earlier tokens":
+            table.append(keys, keys)
+        table.padding = torch.tensor([7]) if beside == "padding" else None
+        table.append(keys, keys)
+        table.forward.scale, table.forward.row_lse = 0.4, sums
+        Replay(chunk=64, sinks=4).virtual(table, queries)
+        score = table.state_of(waiting.Waiting).score
+        assert score is not None
+        result.append(score)
+    assert torch.equal(*result) != taken
+
+
+def test_the_sinks_of_a_text_behind_a_document_are_those_of_the_document() -> None:
+    keys, others = torch.randn(2, 1, 2, 20, 8, generator=torch.Generator().manual_seed(0))
+    table = SlotTable(LayerContext(0, 1))
+    table.append(keys, keys)
+    assert torch.equal(first_keys(table, 4), keys[:, :, :4]) and first_keys(table, 20).shape[2] == 0
+    table.document = SlotTable(LayerContext(0, 1))
+    table.document.append(others, others)
+    assert torch.equal(first_keys(table, 4), others[:, :, :4])
+
+
 @pytest.mark.parametrize("replay", ["virtual", "exact"])
 def test_sinks_among_the_tokens_of_a_chunk_are_not_counted_once_more(model: Any, replay: str) -> None:
     """In a text of one chunk the sinks are its own first tokens: scores are those of a method without sinks."""
@@ -503,6 +537,30 @@ def test_a_real_repetition_scores_by_the_formula() -> None:
     score = table.state_of(waiting.Waiting).score
     assert score is not None
     torch.testing.assert_close(score, torch.cat(expected, 2), atol=1e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("whole", [None, 50])
+def test_a_virtual_repetition_scores_by_the_formula(whole: int | None) -> None:
+    """24 positions behind the whole text, of which 40 tokens are there, or will be more; the last 4 of them wait."""
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.randn(1, 2, 40, 8, generator=generator)
+    queries = 2.0 * torch.randn(1, 4, 30, 8, generator=generator)
+    rates = (1.0, 0.5, 0.2, 0.1)
+    table, expected = SlotTable(LayerContext(0, 1, rotary=rates)), []
+    table.forward.scale = 0.4
+    table.append(keys, keys)
+    Replay(chunk=16, sinks=8).virtual(table, queries, [16, 14], 4, whole)
+    for begin, end, sinks in ((6, 22, 0), (22, 36, 8)):  # sinks that are in a chunk are not counted once more
+        q = queries[:, :, begin - 6 : end - 6]
+        angles, (a, b) = (24 + (whole or 40) - begin) * torch.tensor(rates), q.chunk(2, -1)
+        far = torch.cat([a * angles.cos() - b * angles.sin(), b * angles.cos() + a * angles.sin()], -1)
+        own, first = (x.repeat_interleave(2, 1) for x in (keys[:, :, begin:end], keys[:, :, :sinks]))
+        later = torch.ones(end - begin, end - begin, dtype=torch.bool).triu(1)
+        logits = torch.cat([far @ own.mT, far @ first.mT, (q @ own.mT).masked_fill(later, float("-inf"))], -1)
+        expected.append((0.4 * logits).softmax(-1)[..., : end - begin].unflatten(1, (2, 2)).amax((2, 3)))
+    score = table.state_of(waiting.Waiting).score
+    assert score is not None
+    torch.testing.assert_close(score[..., 6:36], torch.cat(expected, 2), atol=1e-5, rtol=1e-4)
 
 
 def test_chunks_of_a_row_with_much_padding_are_scored_as_those_of_the_row_alone() -> None:

@@ -168,12 +168,16 @@ def test_a_map_may_give_back_the_virtual_score_of_a_token_or_of_one_beside_it(fe
 # pieces
 
 
-@pytest.mark.parametrize(("tokens", "chunk"), [(300, 64), (2048, 2048), (100, 64), (65, 64), (1, 64)])
-def test_pieces_are_the_chunks_of_a_text(tokens: int, chunk: int) -> None:
+@pytest.mark.parametrize(
+    ("tokens", "chunk", "count"),
+    [(300, 64, 5), (2048, 2048, 1), (100, 64, 2), (127, 64, 2), (65, 64, 1), (1, 64, 1)],
+)
+def test_pieces_are_the_chunks_of_a_text(tokens: int, chunk: int, count: int) -> None:
+    """Equal ones, as near to the chunk as they can be."""
     pieces = pieces_of(tokens, chunk)
     assert pieces[0].begin == 0 and pieces[-1].end == tokens
     assert all(a.end == b.begin for a, b in itertools.pairwise(pieces))
-    assert max(piece.tokens for piece in pieces) <= 1.5 * chunk
+    assert len(pieces) == count and {piece.tokens for piece in pieces} <= {tokens // count, tokens // count + 1}
 
 
 # learned

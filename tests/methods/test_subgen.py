@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.methods.subgen.sketch import Sketch, fold
+from kvsketch.methods.subgen.sketch import Sketch, fold, stream_states
 from kvsketch.methods.subgen.slots import resized
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR
 from kvsketch.ops.reservoir.reference import thresholds
@@ -79,6 +79,14 @@ def test_the_check_of_samples_rejects_other_laws() -> None:
     for name, threshold in wrong.items():
         last = ops.reservoir(state, tokens.positions, threshold, 20_000)
         assert p_value(last[last >= 0], law) < LEAST_P, name
+
+
+def test_every_layer_head_and_sum_draws_for_itself() -> None:
+    """A row draws the same in every batch, and a head whatever heads are beside it."""
+    first, second, other = (stream_states(seed, layer, 2, 0, 3, DEVICE) for seed, layer in ((7, 0), (7, 1), (8, 0)))
+    assert len(torch.cat([first[0], second[0], other[0]]).unique()) == 3 * 3 * 3
+    assert torch.equal(first[0], first[1])
+    assert torch.equal(stream_states(7, 0, 1, 1, 2, DEVICE), first[:1, 1:])
 
 
 # T3: the numerator's variance

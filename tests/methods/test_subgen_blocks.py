@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold
-from kvsketch.methods.subgen.slots import covering_radii
+from kvsketch.methods.subgen.slots import covering_radii, resized
 from kvsketch.ops.fold_token import DENOMINATOR, NUMERATOR, Plan
 from kvsketch.ops.fold_token.reference import numerator_shares
 from kvsketch.ops.reservoir.reference import draws
@@ -104,6 +104,24 @@ def test_doubling_from_a_radius_of_zero_begins_with_the_closest_pair() -> None:
     sketch = run(stream(keys, keys + 1), 1, 2, 0.0, "double", clusters=4)
     assert sketch.delta.tolist() == [[1.0]]
     assert sketch.counts[0, 0].tolist() == [2, 1, 1, 1]
+
+
+@pytest.mark.parametrize(("apart", "delta"), [(1.5, 2.0), (2.0, 2.0), (10.0, 16.0)])
+def test_a_radius_is_doubled_until_two_keys_lie_within_it_and_no_further(apart: float, delta: float) -> None:
+    keys = apart * torch.arange(3.0).unsqueeze(1)
+    assert run(stream(keys, keys + 1), 1, 2, 1.0, "double", clusters=2).delta.tolist() == [[delta]]
+
+
+def test_a_larger_structure_repeats_the_slots_of_its_clusters_and_a_smaller_one_pours_clusters_together() -> None:
+    sketch = run(stream(clustered(60, 4), normal(60, 2)), 1, 3, delta=2.0)
+    event, again = torch.zeros_like(sketch.alive), [0, 1, 2, 0, 1, 2, 0]
+    larger = resized(sketch, torch.tensor([[1, 4, 7]], device=DEVICE), (1, 4, 7), event, grows=True)
+    assert torch.equal(larger.den_index, sketch.den_index[..., again])
+    assert torch.equal(larger.den_keys, sketch.den_keys[..., again, :])
+    smaller = resized(sketch, torch.tensor([[1, 2, 3]], device=DEVICE), (1, 2, 3), event, grows=False)
+    points, counts = sketch.representatives[0, 0], sketch.counts[0, 0]
+    poured = counts[:2].clone().index_add_(0, torch.cdist(points[2:], points[:2]).argmin(1), counts[2:])
+    assert len(counts) == 4 and torch.equal(smaller.counts[0, 0], poured)
 
 
 def test_rounding_leaves_no_key_outside_the_radius_that_covers_it() -> None:

@@ -116,6 +116,21 @@ def test_budget_is_a_promise_for_every_size(normalizer: str) -> None:
         assert {0, 1} <= set(table.index[0, 0].tolist())
 
 
+def test_each_sum_has_half_of_what_the_exact_tokens_leave() -> None:
+    """Of 900 slots: 26 clusters of 16 keys and a representative, and samples."""
+    plan = subgen("budget=1000:sinks=4:recent=96:normalizer=clipped").plan(1000)
+    assert (plan.samples, plan.clusters, plan.per_cluster) == (900 - 26 * 17, 26, 16)
+
+
+def test_the_seeds_of_the_method_and_of_the_cache_are_added() -> None:
+    (keys, values), held = tokens(60), []
+    for own, given in ((0, 1), (1, 0), (0, 0)):
+        table = SlotTable(LayerContext(0, 1, seed=given))
+        feed(table, subgen(f"budget=40:seed={own}"), keys, values, [60])
+        held.append(table.index)
+    assert torch.equal(held[0], held[1]) and not torch.equal(held[0], held[2])
+
+
 @pytest.mark.parametrize("share", ["3%", "10%", "25%"])
 def test_shares_follow_the_prompt_as_it_grows(share: str) -> None:
     keys, values = tokens(200)

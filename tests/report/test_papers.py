@@ -19,7 +19,7 @@ from kvsketch_lab.evaluation.leval import TASKS
 from kvsketch_lab.records import Estimate, Result, mean_over_texts
 from kvsketch_lab.report import docs, papers
 from kvsketch_lab.report.kinds import ALL_TASKS, KINDS
-from kvsketch_lab.report.papers import CLOSE, FAILS, HOLDS, NOTHING, Ask, Claim, Value, ask
+from kvsketch_lab.report.papers import CLOSE, FAILS, HOLDS, NOTHING, OTHER, Ask, Claim, Value, ask
 from tests.report.sample_records import record
 
 ROOT = Path(__file__).parents[2]
@@ -93,6 +93,7 @@ def test_rules_name_numbers_that_their_claim_has() -> None:
             left, sign, factor, right = papers.parsed(comparison)
             assert left in known and sign in papers.COMPARE and factor > 0, (name, comparison)
             assert right in known or float(right) > 0, (name, comparison)
+        assert "window" not in claim.rule or "window" in claim.says, (name, claim.at)
 
 
 def test_claims_ask_for_what_an_experiment_can_record() -> None:
@@ -201,6 +202,33 @@ def test_lines_of_a_claim_count_once_and_as_the_worst() -> None:
     page = papers.Page.__new__(papers.Page)
     page.kinds = {"one": {HOLDS, FAILS}, "two": {HOLDS}, "three": {CLOSE, HOLDS}, "four": {FAILS}}
     assert page.counts == dict.fromkeys(papers.VERDICTS, 0) | {HOLDS: 1, FAILS: 2, CLOSE: 1}
+
+
+def test_a_line_that_is_not_in_the_paper_counts_nowhere() -> None:
+    for name, claim in ALL:
+        assert claim.beyond == ("not in the paper" in f"{claim.says} {claim.why}"), (name, claim.at)
+    for page in PAGES.values():
+        assert set(page.kinds) == {claim.name for claim in page.claims if not claim.beyond}
+    assert {name for name, claim in ALL if claim.beyond} == {"balancekv", "clusterkv"}
+
+
+def test_lines_about_one_figure_and_one_statement_are_one_claim() -> None:
+    for name, claim in (("keyformer", "Fig. 8 left"), ("clusterkv", "§V-C, throughput"), ("clusterkv", "§V-C, hits")):
+        assert sum(each.claim == claim for each in PAGES[name].claims) == 2, claim
+    assert sum(name.startswith("Fig. 7, ") for name in PAGES["keyformer"].kinds) == 2
+
+
+def test_numbers_refute_no_theorem_whose_condition_they_do_not_meet() -> None:
+    """Real keys are not clusterable as the theorems of SubGen ask, and delta r is no o(log n) of one length."""
+    own = [claim for claim in PAGES["subgen"].claims if claim.ours and claim.at.startswith(("Theorem", "Eq. (3)"))]
+    assert len(own) == 6
+    assert all(claim.verdict == OTHER and "nothing is refuted" in claim.why for claim in own)
+
+
+def test_a_statement_about_several_lengths_is_judged_at_each() -> None:
+    (claim,) = (claim for claim in PAGES["clusterkv"].claims if claim.at == "Fig. 13b")
+    judged = {name for comparison in claim.comparisons() for name in papers.parsed(comparison)[::3]}
+    assert judged == set(claim.ours) and len(judged) == 4
 
 
 def test_no_share_of_a_typed_time_stands_for_a_record() -> None:

@@ -16,7 +16,7 @@ compared question by question (`records.paired_difference`); of other questions 
 the difference contains zero, the two are too close to tell apart. A number in a rule is the paper's; where the paper
 gives none, `threshold` says what we took. A claim without a rule says its verdict, and why.
 
-Lines with one `claim` are one claim: it holds if all of them do.
+Lines with one `claim` are one claim: it holds if all of them do. A line that is not in the paper (`beyond`) is none.
 """
 
 from __future__ import annotations
@@ -206,6 +206,7 @@ class Claim:
     brief: bool = False  # of many comparisons only how many hold
     threshold: str = ""  # what a number of the rule is that the paper does not give
     claim: str = ""  # what it is a line of; empty: a claim of one line
+    beyond: bool = False  # not in the paper: it counts nowhere
 
     @property
     def name(self) -> str:
@@ -369,7 +370,8 @@ class Page:
         claim = Claim(at, says, setting, ours or {}, **more)
         line = shown(self.numbers, claim)
         self.claims.append(claim)
-        self.kinds.setdefault(claim.name, set()).add(line.kind)
+        if not claim.beyond:
+            self.kinds.setdefault(claim.name, set()).add(line.kind)
         self.commands += [each for each in line.commands if each not in self.commands]
         links = ", ".join(f"[{self.commands.index(each) + 1}](#commands)" for each in line.commands)
         cells = [each.replace("|", "\\|") or "-" for each in (line.says, line.setting, line.ours, line.verdict)]
