@@ -189,6 +189,16 @@ def test_the_first_tokens_are_exact() -> None:
         assert (ours[row, :, pads + 4 : 80] - theirs[row, :, pads + 4 : 80]).abs().max() > 0.01
 
 
+def test_the_first_token_is_exact_in_a_row_that_keeps_fewer_tokens_than_another() -> None:
+    """Slots that a row may not use do not take its place."""
+    model = zoo.build("llama", **BIG)
+    ids, mask = padded(zoo.tokens(2, 81), [0, 40])
+    method, pieces = "pyramidkv:budget=48:sinks=2:bits=4", [(0, 80), (80, 81)]
+    both = read(model, CompressedCache(model, method), ids, mask, pieces)
+    alone = read(model, CompressedCache(model, method), ids[:1], mask[:1], pieces)
+    torch.testing.assert_close(both[:, :1], alone, atol=1e-4, rtol=1e-4)
+
+
 def test_a_row_of_few_tokens_or_none_yet_has_the_center_of_the_others() -> None:
     torch.manual_seed(0)
     x, new = 20 + torch.randn(3, 1, 100, 16), 20 + torch.randn(3, 1, 9, 16)

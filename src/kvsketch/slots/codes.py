@@ -125,8 +125,8 @@ class PlainSlots:
         return PlainSlots(move(self.read))
 
     def gathered(self, source: Tensor | None) -> PlainSlots:
-        """The slots `source` [B, H, m], in this order; no slot twice. None: all of them."""
-        return self if source is None else PlainSlots(self.at(source))
+        """The slots `source` [B, H, m], in this order; no slot twice, negative: any. None: all of them."""
+        return self if source is None else PlainSlots(self.at(source.clamp_min(0)))
 
     def packed(self, pack: Callable[[Tensor], Tensor], to: Tensor | None = None) -> PlainSlots:
         """Slots of equal heads in a flat store, into which `pack` brings tensors; `to` [B, H, S]: their new numbers in
@@ -264,7 +264,8 @@ class SlotCodes(CodedSlots):
             return slots
         moved = source.unsqueeze(-1) == slots.exact_at.unsqueeze(2)  # [B, H, m, E]
         at = torch.where(moved.any(2) & (slots.exact_at >= 0), moved.int().argmax(2), -1).int()
-        return replace(slots.moved(lambda part: tensors.gather_slots(part, source)), exact_at=at)
+        there = source.clamp_min(0)
+        return replace(slots.moved(lambda part: tensors.gather_slots(part, there)), exact_at=at)
 
     def packed(self, pack: Callable[[Tensor], Tensor], to: Tensor | None = None) -> SlotCodes:
         slots = self.coded()

@@ -400,7 +400,7 @@ class SlotTable:
         taken, more = index >= 0, room + 1 - m
         # One after the other: the old keys are freed before the values are copied.
         for name in VECTORS:
-            self.parts[name] = coding.storable(self, name).gathered(source).moved(lambda held: filled(held, more))
+            self.parts[name] = coding.storable(self, name).gathered(chosen).moved(lambda held: filled(held, more))
         self.state.move_slots(lambda state: filled(state if source is None else gather_slots(state, source), more))
         slot = room if next_slot is None else next_slot
         return self.hold(
@@ -477,8 +477,8 @@ class SlotTable:
         old: dict[str, Any] = {name: self.parts.get(name) for name in new} | {"next_slot": self.next_slot}
         shapes = [[None if t is None else t.shape for t in each.values()] for each in (old, new)]
         fits = not self.exact and shapes[0] == shapes[1]
-        keys = coding.storable(self, "keys").gathered(source).exact_before(valued)
-        values = coding.storable(self, "values").gathered(source[:, :, :valued])
+        keys = coding.storable(self, "keys").gathered(chosen).exact_before(valued)
+        values = coding.storable(self, "values").gathered(chosen[:, :, :valued])
         self.parts["keys"] = keys if self.exact else self.keys.copied(keys)
         self.parts["values"] = values if self.exact else self.values.copied(values)
         own = {name: old[name].copy_(t) if fits and t is not None else t for name, t in new.items()}
