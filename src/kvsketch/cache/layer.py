@@ -25,6 +25,7 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.bits import note_rounding, settle_bits
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.slots import padding as left_padding
+from kvsketch.slots import short_rows
 from kvsketch.slots.codes import AUTO
 from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
@@ -200,6 +201,8 @@ class SlotLayer(CacheLayerMixin):
                     self.method.settle(tables)
                 if table.context.bits.keys == AUTO:
                     settle_bits(tables)
+                for each in tables:
+                    short_rows.settle(each)
                 # Once for all layers, so that none of them waits for the device.
                 if any(each.forward.doubts for each in tables):
                     require_finite(tables)
@@ -214,6 +217,8 @@ class SlotLayer(CacheLayerMixin):
             if table.exact and table.context.bits and not table.waits_for_codes:
                 # Codes need the table's bounded form, whether something had to go or not.
                 self.method.bound(table, table.seen + max(64, table.seen // 64))
+            if self.forward.chunk is not None:
+                short_rows.settle(table)
         finally:
             table.forward.row_lse = table.forward.row_logits = None
 

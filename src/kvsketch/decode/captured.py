@@ -30,7 +30,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, Seeded, unsupported
 from kvsketch.ops.common import early_start
-from kvsketch.slots import in_place
+from kvsketch.slots import in_place, short_rows
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.bytes import host_tensors
 from kvsketch.slots.heads import spread_over
@@ -366,7 +366,10 @@ class Step:
     def _look_ahead(self) -> tuple[bool, bool]:
         """What the host must know of the next step: whether all tables are bounded, and a method has periodic work."""
         bounded = not any(layer.table.exact for layer in self.layers)
-        due = any(layer.method.maintenance_due(layer.table) for layer in self.layers)
+        # A row that is too short for codes gets them after some step.
+        due = any(
+            layer.method.maintenance_due(layer.table) or short_rows.are_there(layer.table) for layer in self.layers
+        )
         return bounded, due
 
     def _forward(self, bounded: bool) -> None:

@@ -21,7 +21,8 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots import coding
-from kvsketch.slots.codes import FEW, MANY, MOST_MANY, coded
+from kvsketch.slots import padding as left_padding
+from kvsketch.slots.codes import FEW, LEAST, MANY, MOST_MANY, coded
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetched
@@ -35,7 +36,10 @@ def note_rounding(table: SlotTable, queries: Tensor) -> None:
     """Notes what rounding its keys costs the queries [B, Hq, n, D] just asked, before the table is coded."""
     if not table.stored_bits.auto or not table.exact or table.waits_for_codes or table.forward.rounding is not None:
         return
-    rows = torch.linspace(0, len(queries) - 1, min(ROWS, len(queries))).long().tolist()
+    pads = left_padding.of_rows(table.padding, len(queries))
+    # Rows that are too short for codes are exact.
+    long = [row for row, pad in enumerate(pads) if table.seen - pad >= LEAST] or [0]
+    rows = [long[at] for at in torch.linspace(0, len(long) - 1, min(ROWS, len(long))).long().tolist()]
     sums = torch.stack([_moved(table, queries, row) for row in rows]).sum(0)  # [2, H]
     moved, size = mean_over_heads(sums, table)
     table.forward.rounding = moved / size.clamp_min(1e-30)

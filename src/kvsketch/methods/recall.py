@@ -15,7 +15,7 @@ from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.full import Full
 from kvsketch.methods.parameters import NO_DRAWS, Removed, option
-from kvsketch.slots import codes, in_place, offloaded
+from kvsketch.slots import codes, in_place, offloaded, short_rows
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.state import Range, TableState, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
@@ -148,11 +148,14 @@ class RecallingMethod(Method, ABC):
         if table.new_tokens > 1:
             self._note_row_budgets(table)
         self.index(table)
-        if self.offload == "none" or (table.context.bits and table.seen < codes.LEAST):
+        too_short = table.context.bits and table.seen < codes.LEAST
+        if self.offload == "none" or too_short:
             return
         if table.context.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):
             # The index has read exact keys; codes are what moves.
             self.bound(table, table.seen)
+        if short_rows.are_there(table):
+            return
         if self.reads_on(table) and table.seen > self.budget_tokens(table):
             offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)
             table.state_of(self.State).unfinished = 1

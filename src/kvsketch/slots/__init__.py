@@ -10,6 +10,7 @@ coding.py       when keys and values of a table get few bits
 rollback.py     tokens that are taken back
 latent.py       the same where a token is one latent vector
 codes.py        keys and values in the dtype of the model, or in few bits
+short_rows.py   rows of a padded batch that are too short for few bits
 layout.py       where the slots of heads that differ in size lie
 state.py        what a method remembers beside the slots
 store.py        tables of many requests in one store, and the verbs that write them

@@ -19,6 +19,7 @@ from torch import Tensor
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.ops.codec.basis import LEARNED_BITS, Bases, Basis, LearnedCodec
+from kvsketch.slots import padding as left_padding
 from kvsketch.slots import tensors
 
 PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
@@ -124,8 +125,8 @@ class PlainSlots:
         return PlainSlots(move(self.read))
 
     def gathered(self, source: Tensor | None) -> PlainSlots:
-        """The slots `source` [B, H, m], in this order; no slot twice. None: all of them."""
-        return self if source is None else PlainSlots(self.at(source))
+        """The slots `source` [B, H, m], in this order; no slot twice, negative: any. None: all of them."""
+        return self if source is None else PlainSlots(self.at(source.clamp_min(0)))
 
     def packed(self, pack: Callable[[Tensor], Tensor], to: Tensor | None = None) -> PlainSlots:
         """Slots of equal heads in a flat store, into which `pack` brings tensors; `to` [B, H, S]: their new numbers in
@@ -231,8 +232,8 @@ class SlotCodes(CodedSlots):
         """Vectors around the center of these slots, of one row; none of them stays exact."""
         rows = len(vectors)
         center = self.center.expand(rows, -1, -1).contiguous()
-        exact = torch.zeros_like(self.exact).expand(rows, -1, -1, -1).contiguous()
-        at = torch.full_like(self.exact_at, -1).expand(rows, -1, -1).contiguous()
+        exact = torch.zeros_like(self.exact[:, :, :EXACT]).expand(rows, -1, -1, -1).contiguous()
+        at = torch.full_like(self.exact_at[:, :, :EXACT], -1).expand(rows, -1, -1).contiguous()
         return replace(
             self, center=center, exact=exact, exact_at=at, fresh=None, tail=0, dtype=vectors.dtype,
             **codecs.encode(vectors, center, self.codec)._asdict(),
@@ -263,7 +264,8 @@ class SlotCodes(CodedSlots):
             return slots
         moved = source.unsqueeze(-1) == slots.exact_at.unsqueeze(2)  # [B, H, m, E]
         at = torch.where(moved.any(2) & (slots.exact_at >= 0), moved.int().argmax(2), -1).int()
-        return replace(slots.moved(lambda part: tensors.gather_slots(part, source)), exact_at=at)
+        there = source.clamp_min(0)
+        return replace(slots.moved(lambda part: tensors.gather_slots(part, there)), exact_at=at)
 
     def packed(self, pack: Callable[[Tensor], Tensor], to: Tensor | None = None) -> SlotCodes:
         slots = self.coded()
@@ -359,6 +361,11 @@ def _scattered(slots: Tensor, at: Tensor, new: Tensor) -> Tensor:
     return tensors.filled(slots, 1).scatter(2, place, new)[:, :, :-1]
 
 
+def has_short_rows(slots: Slots) -> bool:
+    """Whether rows may be exact that are too short for codes."""
+    return isinstance(slots, SlotCodes) and slots.exact.shape[2] > EXACT
+
+
 def other_directions(slots: Slots, others: Slots) -> bool:
     """Whether codes of one mean other vectors than those of the other, for they were coded in other directions."""
     if not isinstance(slots, SlotCodes) or not isinstance(others, SlotCodes):
@@ -397,14 +404,21 @@ def arrange(slots: Slots, start: int, source: Tensor) -> None:
 
 
 def coded(vectors: Tensor, bits: int, padding: Tensor | None, basis: Basis | None = None) -> SlotCodes:
-    """A text in order, [B, H, S, D] behind left `padding` [B], in `bits` bits."""
+    """A text in order, [B, H, S, D] behind left `padding` [B], in `bits` bits.
+
+    Rows of fewer than LEAST tokens beside others stay exact (`short_rows`).
+    """
     size, center = vectors.shape[-1], center_of(vectors, padding)
     codec = Codec(bits, size) if basis is None else LearnedCodec(bits, size, basis=basis)
-    slots, at = vectors.shape[2], torch.arange(EXACT, device=vectors.device)
+    slots = vectors.shape[2]
+    is_short = padding is not None and slots - left_padding.most_of(padding) < LEAST
+    place = at = torch.arange(LEAST if is_short else EXACT, device=vectors.device)
     in_front = padding is None and slots >= EXACT
     if not in_front:
         at = at if padding is None else at + padding.view(-1, 1, 1)
         at = torch.where(at < slots, at, -1)
+    if is_short and padding is not None:
+        at = torch.where((place < EXACT) | (slots - padding.view(-1, 1, 1) < LEAST), at, -1)
     at = at.expand(*vectors.shape[:2], -1)  # where the first tokens of the text lie, -1: nowhere
     first = vectors[:, :, :EXACT] if in_front else tensors.gather_slots(vectors, at.clamp_min(0))
     exact = codec.rotated(first - center.unsqueeze(2))

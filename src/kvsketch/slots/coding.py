@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from kvsketch.slots import codes
+from kvsketch.slots import codes, short_rows
 from kvsketch.slots.codes import FewBits, PlainSlots, SlotCodes, Slots
 from kvsketch.slots.parts import VECTORS
 
@@ -32,6 +32,8 @@ def storable(table: SlotTable, what: str) -> Slots:
     """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
     held: Slots = table.parts[what]
     held = PlainSlots(held.part(0, table.length)) if isinstance(held, PlainSlots) else held
+    if isinstance(held, SlotCodes):
+        held = short_rows.take_several(table, held)
     like = None if table.document is None else table.document.parts[what]
     own = table.context
     basis = own.bits.basis(what, own.layer_idx, own.first_head, held.shape[1])

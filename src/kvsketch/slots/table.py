@@ -34,7 +34,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
-from kvsketch.slots import codes, coding
+from kvsketch.slots import codes, coding, short_rows
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.codes import FewBits, PlainSlots, SlotCodes, Slots
 from kvsketch.slots.context import LayerContext
@@ -246,6 +246,8 @@ class SlotTable:
     def stores(self) -> tuple[Tensor | SlotCodes, Tensor | SlotCodes]:
         """The same as kernels read them."""
         keys, values = self.equal_slots()
+        if short_rows.are_there(self):
+            return keys.plain(), values.plain()
         return keys.read, values.read
 
     def key_slots(self) -> Tensor:  # [B, H, S, D]
@@ -259,7 +261,7 @@ class SlotTable:
     @property
     def key_size(self) -> int:
         """D, the size of a key."""
-        return self.stores()[0].shape[3]
+        return self.equal_slots()[0].shape[3]
 
     def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
         """Keys and values [B, H, m, D] of the slots [B, H, m] alone."""
@@ -337,7 +339,8 @@ class SlotTable:
         """What attention reads; in few bits and in a flat store where it is stored so and no token is new."""
         flat_or_coded = self.layout is not None or not isinstance(self.parts["keys"], PlainSlots)
         flat_or_coded |= not isinstance(self.parts["values"], PlainSlots)
-        if not self.in_place or self.context.positions.rotated_by or not flat_or_coded:
+        as_vectors = not flat_or_coded or short_rows.are_there(self)
+        if not self.in_place or self.context.positions.rotated_by or as_vectors:
             return StoredSlots(self.read_keys(), self.value_slots(), *self.log_weights())
         self.note_reach()
         return self.as_stored()
@@ -397,7 +400,7 @@ class SlotTable:
         taken, more = index >= 0, room + 1 - m
         # One after the other: the old keys are freed before the values are copied.
         for name in VECTORS:
-            self.parts[name] = coding.storable(self, name).gathered(source).moved(lambda held: filled(held, more))
+            self.parts[name] = coding.storable(self, name).gathered(chosen).moved(lambda held: filled(held, more))
         self.state.move_slots(lambda state: filled(state if source is None else gather_slots(state, source), more))
         slot = room if next_slot is None else next_slot
         return self.hold(
@@ -474,8 +477,8 @@ class SlotTable:
         old: dict[str, Any] = {name: self.parts.get(name) for name in new} | {"next_slot": self.next_slot}
         shapes = [[None if t is None else t.shape for t in each.values()] for each in (old, new)]
         fits = not self.exact and shapes[0] == shapes[1]
-        keys = coding.storable(self, "keys").gathered(source).exact_before(valued)
-        values = coding.storable(self, "values").gathered(source[:, :, :valued])
+        keys = coding.storable(self, "keys").gathered(chosen).exact_before(valued)
+        values = coding.storable(self, "values").gathered(chosen[:, :, :valued])
         self.parts["keys"] = keys if self.exact else self.keys.copied(keys)
         self.parts["values"] = values if self.exact else self.values.copied(values)
         own = {name: old[name].copy_(t) if fits and t is not None else t for name, t in new.items()}
@@ -554,10 +557,14 @@ def _write_next(table: SlotTable, keys: Tensor, values: Tensor) -> None:
     states = [held for name in slot_names(type(state)) if (held := getattr(state, name)) is not None]
     # One score per slot goes with the token, in the same launch.
     score = next((held for held in states if _is_score(held)), None)
+    is_short = short_rows.are_there(table)
+    all_keys, all_values = (short_rows.without_list(part).read for part in (table.keys, table.values))
     ops.write_token(
-        table.keys.read, table.values.read, table.index, table.log_den, table.log_num, table.next_slot, table.clock,
+        all_keys, all_values, table.index, table.log_den, table.log_num, table.next_slot, table.clock,
         keys, values, score, None if layout is None else layout.start, table.pages,
     )  # fmt: skip
+    if is_short:
+        short_rows.take_one(table, keys, values)
     for held in states:
         if held is not score:
             fill(table, held, table.next_slot, 0)

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods.recall import Recalled
-from kvsketch.slots import codes, offloaded
+from kvsketch.slots import codes, offloaded, short_rows
 from kvsketch.slots.state import Range, number, overwritten, per_row
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import filled, uploaded
@@ -136,7 +136,7 @@ def arrange(table: SlotTable) -> None:
     Rows of codes are short: in runs they are read faster than one by one.
     """
     state = table.state_of(Clusters)
-    if table.exact or not table.context.bits or not state.arranged or state.by_place:
+    if table.exact or not table.context.bits or not state.arranged or state.by_place or short_rows.are_there(table):
         return
     offloaded.arrange(table, state.arranged, state.order[:, :, state.arranged : state.tail])
     state.arranged = state.tail

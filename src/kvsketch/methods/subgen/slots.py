@@ -16,7 +16,7 @@ from kvsketch import ops
 from kvsketch.methods.subgen.sketch import Sketch, Tokens, fold, merge, used, with_room
 from kvsketch.ops.fold_token import Layout, Plan, State
 from kvsketch.ops.fold_token.reference import denominator_weights, norms, numerator_shares, numerator_weights, slot_of
-from kvsketch.slots import coding
+from kvsketch.slots import coding, short_rows
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.parts import NEG_INF
 from kvsketch.slots.state import ANY, Range, TableState, on_host, overwritten, per_row
@@ -100,10 +100,15 @@ def rewrite(
     if table.context.bits:
         # Draws and weights are those of the vectors that will be read: the sums stay unbiased.
         coding.code(table)
+    padding = left_padding.of_rows(table.padding, table.shape[0])
+    if short_rows.are_there(table):
+        outgrown = [
+            row for row, (pad, size) in enumerate(zip(padding, budgets, strict=True)) if table.seen - pad > size
+        ]
+        short_rows.code_rows(table, short_rows.open_rows(table, outgrown))
     tokens = exact_tokens(table, layout)
     batch, heads = tokens.keys.shape[:2]
     device = tokens.keys.device
-    padding = left_padding.of_rows(table.padding, batch)
     before = [0] * batch if layout is None else exact_until(table)
     until = [
         FOREVER if old == FOREVER or table.seen - pad > budget else pad + budget
@@ -168,7 +173,7 @@ def state_of(table: SlotTable) -> State:
     """The tensors of a bounded table as the decode step takes them."""
     state, held = table.state_of(Structure), table
     return State(
-        *table.stores(), held.index, held.log_num, held.log_den, held.next_slot, held.clock,
+        table.keys.read, table.values.read, held.index, held.log_num, held.log_den, held.next_slot, held.clock,
         table.padding, state.plan, state.representatives, state.counts, state.delta, state.mu, state.shares,
         state.streams, state.squares, state.folded,
     )  # fmt: skip
