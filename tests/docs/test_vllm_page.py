@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvsketch.integrations.vllm.blocks import ENOUGH, GROWTH
+from kvsketch.integrations.vllm.joint_layers import Together
 from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import BLOCK_SIZES, block_codecs, chosen_full, chosen_method
-from kvsketch.integrations.vllm.together import Together
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.token_blocks import TOKENS, BlockShape
 from kvsketch.slots.context import LayerContext

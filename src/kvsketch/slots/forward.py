@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.slots.codes import Doubt
+from kvsketch.slots.codes import FiniteCheck
 
 if TYPE_CHECKING:
     from kvsketch.slots.table import SlotTable
@@ -24,7 +24,9 @@ class LayerForward:
     row_lse: Tensor | None = None  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = None  # of a single query
     rounding: Tensor | None = None  # what few bits cost, for their choice
-    doubts: list[Doubt] = field(default_factory=list)  # vectors that may not be finite, for `require_finite`
+    finite_checks: list[FiniteCheck] = field(
+        default_factory=list
+    )  # vectors that may not be finite, for `require_finite`
     # Tables of this step that wait until all of them can advance together; None: `advance` does not wait.
     advancing: list[SlotTable] | None = None
 
