@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from kvsketch.integrations.vllm.blocks import ENOUGH, GROWTH
-from kvsketch.integrations.vllm.joint_layers import Together
+from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import BLOCK_SIZES, block_codecs, chosen_full, chosen_method
 from kvsketch.methods.waiting import WaitingMethod
@@ -28,10 +28,10 @@ def megabytes(text: str) -> int:
     return round(LAYERS * layer.page_shape(HEADS, SIZE, SIZE, DTYPE).nbytes / 1e6)
 
 
-def together(text: str) -> tuple[Together, RequestShape]:
+def together(text: str) -> tuple[JointLayers, RequestShape]:
     method = chosen_method({"kvsketch": text})
     assert isinstance(method, WaitingMethod)
-    layers = Together(method)
+    layers = JointLayers(method)
     return layers, layers.shape(LAYERS, HEADS, QUERY_HEADS, SIZE, SIZE, DTYPE, longest=1 << 17)
 
 

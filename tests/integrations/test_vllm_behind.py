@@ -11,7 +11,7 @@ import torch
 from kvsketch.integrations.vllm.behind import Prompt, alike
 from kvsketch.integrations.vllm.kept_pages import WAIT, KeptPages, LivePage, Turn
 from kvsketch.methods.replay_map import ReplayMap
-from tests.integrations.test_vllm_together import HEADS, LAYERS, SIZE, Served
+from tests.integrations.test_vllm_joint_layers import HEADS, LAYERS, SIZE, Served
 
 
 class Turns(Served):

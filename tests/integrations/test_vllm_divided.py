@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.integrations.vllm.behind import Prompt
-from tests.integrations.test_vllm_together import LAYERS, Served
+from tests.integrations.test_vllm_joint_layers import LAYERS, Served
 
 TEXT = "rehearse:recent=8:wait=64:chunk=64"
 

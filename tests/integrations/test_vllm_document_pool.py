@@ -22,7 +22,7 @@ from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops import rotate_queries
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.table import SlotTable
-from tests.integrations.test_vllm_together import GROUP, HEADS, LAYERS, SCALE, SIZE, kept, places
+from tests.integrations.test_vllm_joint_layers import GROUP, HEADS, LAYERS, SCALE, SIZE, kept, places
 
 DOCUMENT = 100  # tokens
 Tokens = list[tuple[Tensor, Tensor, Tensor]]  # q [n, Hq, D], k and v [n, H, D] of each layer

@@ -54,7 +54,7 @@ def most_connections() -> int:
 
 def protocol(limits: ConnectionLimits) -> type[H11Protocol]:
     """The class of connections for uvicorn, with this patience."""
-    return type("PatientProtocol", (_Connection,), {"patience": limits})
+    return type("PatientProtocol", (_Connection,), {"limits": limits})
 
 
 class _Connection(H11Protocol):

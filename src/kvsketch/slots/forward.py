@@ -35,7 +35,7 @@ class LayerForward:
 
     def copied(self, **changed: Any) -> LayerForward:
         """One for a table like this."""
-        return replace(self, **{"doubts": [], "allotted": None, **changed})
+        return replace(self, **{"finite_checks": [], "allotted": None, **changed})
 
     def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
         """What attention has computed for the new queries and a method may use; cleared after `compress`."""

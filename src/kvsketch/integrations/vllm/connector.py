@@ -423,7 +423,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             self.failed |= joint.begin_requests(self.pool, told.uses, told.stores, told.loads)
 
     def _joint(self) -> JointLayers | None:
-        result = (getattr(layer.impl, "together", None) for layer in self._layers().values())
+        result = (getattr(layer.impl, "joint", None) for layer in self._layers().values())
         return next((each for each in result if each is not None), None)
 
     def _layers(self) -> dict[str, Any]:
@@ -444,7 +444,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pages are written by the layers themselves, but for the document that a request continues."""
-        first = next(name for name, layer in self._layers().items() if getattr(layer.impl, "together", None))
+        first = next(name for name, layer in self._layers().items() if getattr(layer.impl, "joint", None))
         self.pool = pool_of(kv_caches[first])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
