@@ -61,7 +61,7 @@ def test_layers_that_compress_beside_the_model_hold_the_same(name: str) -> None:
     with torch.no_grad():
         model(ids[:, :50], past_key_values=caches[1])
         logits = [model(ids[:, 50:51], past_key_values=cache).logits for cache in caches]
-    assert torch.equal(*logits) and caches[0].slot_layers[0].forward.aside is None
+    assert torch.equal(*logits) and caches[0].slot_layers[0].forward.side_stream is None
 
 
 def test_the_prefill_check_sees_wrong_caches() -> None:

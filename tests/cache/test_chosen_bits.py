@@ -18,7 +18,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.bits import WORTH, dearest, note_rounding
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.codes import FEW, MANY, FewBits, SlotCodes, coded
+from kvsketch.slots.codes import FEW, MANY, QuantBits, SlotCodes, coded
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
@@ -57,7 +57,7 @@ def test_a_step_of_a_loud_layer_is_bought_first_and_the_budget_holds() -> None:
 def test_the_cost_is_the_error_of_repeated_queries(pad: int) -> None:
     torch.manual_seed(0)
     keys, values, queries = torch.randn(1, 2, 90, 16), torch.randn(1, 2, 90, 16), 3 * torch.randn(1, 4, 90, 16)
-    table = SlotTable(LayerContext(0, 1, bits=FewBits(0, 4)))
+    table = SlotTable(LayerContext(0, 1, bits=QuantBits(0, 4)))
     table.append(keys, values)
     table.forward.scale = 0.3
     left_padding.give(table, torch.tensor([pad]) if pad else None)
@@ -219,7 +219,7 @@ def test_bytes_are_within_what_is_promised(method: str) -> None:
 
 
 def test_what_cannot_choose_says_so_in_one_line() -> None:
-    assert kvsketch.CompressedCache(loud(), "full:key_bits=auto:value_bits=8").method.stored_bits == FewBits(0, 8)
+    assert kvsketch.CompressedCache(loud(), "full:key_bits=auto:value_bits=8").method.stored_bits == QuantBits(0, 8)
     for text, said in (
         ("full:value_bits=auto", "value_bits"),
         ("full:bits=some", "auto, 2, 3, 4, 8"),

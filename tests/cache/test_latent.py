@@ -228,7 +228,7 @@ def test_methods_see_the_products_of_the_models_own_heads(
     assert torch.allclose(queries @ keys.mT, query @ expanded.mT, rtol=1e-4, atol=1e-4)
     again = CompressedCache(model, with_budget(method, 20))
     model(ids, past_key_values=again)
-    layer.settle()
+    layer.compress_pending()
     assert given[1][0].shape[2] == {"snapkv:window=8": 8, "streamingllm": 2}.get(method, 60)
     assert torch.equal(layer.table.index_slots(), again.slot_layers[0].table.index_slots())
 

@@ -329,7 +329,7 @@ def test_scores_are_the_attention_that_was_paid(
         cache.slot_layers[0].record_past = recording and start > 0
         model(ids[:, start : start + chunk], past_key_values=cache)
         start += chunk
-    cache.slot_layers[0].settle()
+    cache.slot_layers[0].compress_pending()
     assert len(observed) == len(chunks) - 1 and max(observed) < 1e-5
 
 

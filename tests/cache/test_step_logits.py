@@ -94,7 +94,7 @@ def tables_after(run: Run, family: str, method: str) -> tuple[Tensor, list[Any]]
     cache = CompressedCache(model, method, seed=3)
     tokens = run(model, cache)
     for layer in cache.slot_layers:
-        layer.settle()
+        layer.compress_pending()
     return tokens, [layer.table for layer in cache.slot_layers]
 
 

@@ -14,7 +14,7 @@ import kvsketch
 from kvsketch import models
 from kvsketch.cache import saving
 from kvsketch.cli import app
-from kvsketch.cli.watching import Stoppable, StoppedByUser
+from kvsketch.cli.progress import Stoppable, StoppedByUser
 from kvsketch.decode import asking
 from tests.helpers.tiny import save_tiny_model
 

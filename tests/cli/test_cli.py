@@ -27,16 +27,16 @@ from kvsketch import environment, models
 from kvsketch.cache import fitting
 from kvsketch.cli import app, main
 from kvsketch.cli.boundary import one_line
-from kvsketch.cli.generate import Asked, read_request
+from kvsketch.cli.generate import DocumentAndPrompt, read_request
 from kvsketch.cli.methods import TABLE, describe
 from kvsketch.cli.options import COMPARED_MODEL, DEFAULT_MODEL
+from kvsketch.cli.progress import quick_dtype
 from kvsketch.cli.serve import greeting
-from kvsketch.cli.watching import quick_dtype
 from kvsketch.compare import doubt
 from kvsketch.compiler import Programs, programs
 from kvsketch.doubt_threshold import Told, chosen
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.serve.held import full_cache_bytes
+from kvsketch.serve.summary import full_cache_bytes
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
 
@@ -331,7 +331,7 @@ def test_several_files_are_told_apart(tmp_path: Path) -> None:
         path.write_text(f"text of {path.stem}\n", encoding="utf-8-sig")
     request = read_request("Why?", paths)
     one, two = (f"File {path}:\n\ntext of {path.stem}\n" for path in paths)
-    assert request == Asked(f"{one}\n\n{two}", "Why?")
+    assert request == DocumentAndPrompt(f"{one}\n\n{two}", "Why?")
 
 
 def test_bfloat16_is_for_a_cpu_that_has_it(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -47,7 +47,7 @@ class RunInsteadOfReplay:
     def replay(self) -> None:
         assert self.branches == self._branches(), "the tables changed, yet the old graph was replayed"
         counters = [(layer.table.seen, layer.table.new_tokens, layer.table.prompt_tokens) for layer in self.step.layers]
-        with decoding.aside(self.step.layers):
+        with decoding.side_stream(self.step.layers):
             self.step._forward(bounded=True)
         for layer, values in zip(self.step.layers, counters, strict=True):
             layer.table.seen, layer.table.new_tokens, layer.table.prompt_tokens = values
@@ -487,7 +487,7 @@ def test_all_layers_advance_in_one_launch(method: str) -> None:
     with torch.no_grad():
         sampler = Sampler([], ids, 90, None, None, do_sample=False)
         step = decoding.Step(model, cache, sampler, sampler.choose(model(ids, past_key_values=cache).logits[:, -1]), 90)
-        with Additions() as additions, decoding.aside(step.layers):
+        with Additions() as additions, decoding.side_stream(step.layers):
             step._forward(bounded=True)
     assert additions.result == 1 and additions.ends == ("clusterkv" in method)
     assert all((layer.table.next_slot == 81).all() for layer in step.layers)

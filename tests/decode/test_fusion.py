@@ -17,7 +17,7 @@ from tests.helpers import zoo
 
 pytest.importorskip("triton", reason="needs Triton")
 from kvsketch.ops.decoder_layer import kernel as decoder_layer
-from kvsketch.ops.thin_linear import kernel as thin_linear
+from kvsketch.ops.skinny_matmul import kernel as skinny_matmul
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
@@ -36,9 +36,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
             return getattr(self.kernel, name)
 
     def kernel_for(operation: str, device: torch.device) -> ModuleType:
-        return Noting({"decoder_layer": decoder_layer, "thin_linear": thin_linear}[operation])  # type: ignore[return-value]
+        return Noting({"decoder_layer": decoder_layer, "skinny_matmul": skinny_matmul}[operation])  # type: ignore[return-value]
 
-    monkeypatch.setattr(thin_linear, "FEWEST_WEIGHTS", 0)
+    monkeypatch.setattr(skinny_matmul, "FEWEST_WEIGHTS", 0)
     monkeypatch.setattr(fusion.ops, "kernel_for", kernel_for)
     return made
 

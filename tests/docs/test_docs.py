@@ -18,7 +18,7 @@ from typer.testing import CliRunner
 
 import kvsketch
 from kvsketch.cli import app
-from kvsketch.methods.keep import EvictingMethod
+from kvsketch.methods.evict import EvictingMethod
 from kvsketch_lab import reference
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
@@ -95,7 +95,7 @@ def test_the_code_of_a_page_runs(name: str, outside: Path, monkeypatch: pytest.M
     ],
 )
 def test_a_method_that_is_not_found_is_named(outside: Path, text: str, message: str) -> None:
-    source = "from kvsketch.methods.keep import EvictingMethod\nclass Bare(EvictingMethod): name = 'bare'\n"
+    source = "from kvsketch.methods.evict import EvictingMethod\nclass Bare(EvictingMethod): name = 'bare'\n"
     (outside / "keynorm.py").write_text(source, encoding="utf-8")
     with pytest.raises(ValueError, match=message):
         kvsketch.parse_method(text)

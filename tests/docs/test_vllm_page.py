@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from kvsketch.integrations.vllm.blocks import ENOUGH, GROWTH
+from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import BLOCK_SIZES, block_codecs, chosen_full, chosen_method
-from kvsketch.integrations.vllm.together import Together
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.token_blocks import TOKENS, BlockShape
 from kvsketch.slots.context import LayerContext
@@ -28,10 +28,10 @@ def megabytes(text: str) -> int:
     return round(LAYERS * layer.page_shape(HEADS, SIZE, SIZE, DTYPE).nbytes / 1e6)
 
 
-def together(text: str) -> tuple[Together, RequestShape]:
+def together(text: str) -> tuple[JointLayers, RequestShape]:
     method = chosen_method({"kvsketch": text})
     assert isinstance(method, WaitingMethod)
-    layers = Together(method)
+    layers = JointLayers(method)
     return layers, layers.shape(LAYERS, HEADS, QUERY_HEADS, SIZE, SIZE, DTYPE, longest=1 << 17)
 
 

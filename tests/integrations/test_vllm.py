@@ -103,6 +103,8 @@ def engine(folder: Path, method: str, **options: Any) -> LLM:
         "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "attention_backend": "CUSTOM",
         "dtype": "float32", "disable_log_stats": True,
     } | options  # fmt: skip
+    # N-gram drafts import numba. vLLM 0.32 on a CPU looks at every module for kernels and stumbles over this one.
+    sys.modules.pop("llvmlite.binding.ffi", None)
     return LLM(
         str(folder), skip_tokenizer_init=True, enforce_eager=True,
         additional_config={"kvsketch": method}, **settings,

@@ -11,7 +11,7 @@ import torch
 from kvsketch.integrations.vllm.behind import Prompt, alike
 from kvsketch.integrations.vllm.kept_pages import WAIT, KeptPages, LivePage, Turn
 from kvsketch.methods.replay_map import ReplayMap
-from tests.integrations.test_vllm_together import HEADS, LAYERS, SIZE, Served
+from tests.integrations.test_vllm_joint_layers import HEADS, LAYERS, SIZE, Served
 
 
 class Turns(Served):
@@ -19,7 +19,7 @@ class Turns(Served):
 
     def __init__(self, text: str) -> None:
         super().__init__(text)
-        self.together.most_held = 400
+        self.joint.most_held = 400
 
     def turns(self, prompts: dict[int, int]) -> None:
         news = {page: self.tokens(n) for page, n in prompts.items()}
@@ -27,15 +27,15 @@ class Turns(Served):
         asked = [
             Prompt(page, start, end, self.seen[page]) for page, start, end in zip(prompts, ends, ends[1:], strict=False)
         ]
-        self.together.catch_up(self.pool, self.seen.items())
-        self.together.begin(self.pool)
+        self.joint.catch_up(self.pool, self.seen.items())
+        self.joint.begin(self.pool)
         result = []
         for layer in range(LAYERS):
             q, k, v = (torch.cat([news[page][layer][part] for page in prompts]) for part in range(3))
             out = torch.full_like(q, torch.nan)
-            self.together.read_prompts(layer, asked, q, k, v, out)
+            self.joint.read_prompts(layer, asked, q, k, v, out)
             result.append(out)
-        self.together.finish()
+        self.joint.finish()
         for page, start, end, _ in asked:
             alone = self.alone[page].read(news[page])
             torch.testing.assert_close([out[start:end] for out in result], alone, atol=2e-5, rtol=1e-4)
@@ -66,11 +66,11 @@ def test_learned_maps_score_the_turns_that_they_score_in_a_cache_of_its_own() ->
             random = torch.Generator().manual_seed(1)
             queries = {layer: torch.randn(4, 2 * SIZE + 2, SIZE, generator=random) * 0.2 for layer in range(LAYERS)}
             scores = {layer: torch.randn(HEADS, 8, 1, generator=random) * 0.3 for layer in range(LAYERS)}
-            served.method = served.together.method = served.method.with_map(ReplayMap(queries, scores))
+            served.method = served.joint.method = served.method.with_map(ReplayMap(queries, scores))
         served.forward([], {1: 90, 2: 130})
         served.turns({1: 66, 2: 20})
         served.turns({1: 5, 2: 50})
-        assert served.together.settled == {1: 156, 2: 200}
+        assert served.joint.settled == {1: 156, 2: 200}
         for page, request in served.alone.items():
             assert served.kept(page) == request.kept()
         kept.append(served.kept(1))
@@ -81,39 +81,39 @@ def test_a_due_turn_that_cannot_stay_whole_is_compressed_later() -> None:
     """Its page has room for it, and it waits there in few bits; a draft is not decided about."""
     served = Turns("rehearse:budget=40:wait=64:recent=8")
     served.forward([], {1: 90})
-    served.together.most_held = 100
-    served.together.prompts[1] = 154
+    served.joint.most_held = 100
+    served.joint.prompts[1] = 154
     prompt = Prompt(1, 0, 64, 90)
 
     def is_held() -> bool:
-        served.together.begin(served.pool)
+        served.joint.begin(served.pool)
         for layer, (q, k, v) in enumerate(served.tokens(64)):
-            served.together.read_prompts(layer, [prompt], q, k, v, torch.empty_like(q))
-        assert served.together.forward is not None
-        return bool(served.together.forward.due)
+            served.joint.read_prompts(layer, [prompt], q, k, v, torch.empty_like(q))
+        assert served.joint.forward is not None
+        return bool(served.joint.forward.due)
 
     assert not is_held()
-    served.together.most_held = 128  # keys and values of 64 tokens, and as many bytes of queries
+    served.joint.most_held = 128  # keys and values of 64 tokens, and as many bytes of queries
     assert is_held()
-    served.together.prompts[1] = 153
+    served.joint.prompts[1] = 153
     assert not is_held()
-    served.together.catch_up(served.pool, [(1, 154)])
-    assert served.together.settled[1] == 154
+    served.joint.catch_up(served.pool, [(1, 154)])
+    assert served.joint.settled[1] == 154
 
 
 def test_a_long_turn_is_read_alone_and_a_full_page_is_settled_first() -> None:
     served = Turns("rehearse:budget=40:wait=64:recent=8:bits=16")
     served.forward([], {1: 90, 2: 130})
     served.turns({1: 60, 2: 100})
-    assert served.together.settled == {1: 90, 2: 230}
-    served.together.most_held = 0  # nothing is held
+    assert served.joint.settled == {1: 90, 2: 230}
+    served.joint.most_held = 0  # nothing is held
     seen = served.seen[1]
-    served.together.begin(served.pool)
+    served.joint.begin(served.pool)
     for layer, (q, k, v) in enumerate(served.tokens(50)):
-        served.together.read_prompts(layer, [Prompt(1, 0, 50, seen)], q, k, v, torch.empty_like(q))
-    served.together.finish()
-    assert served.together.settled[1] == seen  # 60 that waited; 50 wait
-    assert int(served.together.pages(served.pool).planes["kept"][1].sum()) == LAYERS * HEADS * 40
+        served.joint.read_prompts(layer, [Prompt(1, 0, 50, seen)], q, k, v, torch.empty_like(q))
+    served.joint.finish()
+    assert served.joint.settled[1] == seen  # 60 that waited; 50 wait
+    assert int(served.joint.pages(served.pool).planes["kept"][1].sum()) == LAYERS * HEADS * 40
 
 
 def test_lengths_that_differ_much_are_read_apart() -> None:
@@ -125,28 +125,28 @@ def test_a_copy_of_a_page_goes_on_apart_from_it() -> None:
     served = Turns("rehearse:budget=40:wait=64:recent=8")
     served.forward([], {1: 90})
     served.turns({1: 20})
-    served.together.go_on(served.pool, 3, Turn(1, 110))
-    pages = served.together.pages(served.pool)
+    served.joint.go_on(served.pool, 3, Turn(1, 110))
+    pages = served.joint.pages(served.pool)
     before = [table.key_slots() for table in pages.take(1, 110, 90)]
     torch.testing.assert_close([table.key_slots() for table in pages.take(3, 110, 90)], before, atol=0, rtol=0)
-    served.together.begin(served.pool)
+    served.joint.begin(served.pool)
     for layer, (q, k, v) in enumerate(served.tokens(30)):
-        served.together.read_prompts(layer, [Prompt(3, 0, 30, 110)], q, k, v, torch.empty_like(q))
-    served.together.finish()
-    assert served.together.settled[3] == 90
+        served.joint.read_prompts(layer, [Prompt(3, 0, 30, 110)], q, k, v, torch.empty_like(q))
+    served.joint.finish()
+    assert served.joint.settled[3] == 90
     torch.testing.assert_close([table.key_slots() for table in pages.take(1, 110, 90)], before, atol=0, rtol=0)
 
 
 def test_a_page_is_cut_back_into_its_recent_tokens() -> None:
     served = Turns("rehearse:budget=40:wait=64:recent=8")
     served.forward([], {1: 90})
-    served.together.go_on(served.pool, 1, Turn(1, 85))
-    tables = served.together.pages(served.pool).take(1, 85, 85)
+    served.joint.go_on(served.pool, 1, Turn(1, 85))
+    tables = served.joint.pages(served.pool).take(1, 85, 85)
     for table in tables:
         for head in table.index_slots()[0].tolist():
             there = [i for i in head if i >= 0]
             assert max(there) == 84 and {82, 83, 84} <= {*there}
-    assert served.together.settled[1] == 85
+    assert served.joint.settled[1] == 85
 
 
 def longest(kept: KeptPages, prompt: list[int], key: str) -> Turn | None:

@@ -136,11 +136,11 @@ def test_a_request_in_a_batch_is_that_request_alone() -> None:
     layer.write(pool, k, v, torch.arange(len(k)) + TOKENS)
     table = torch.tensor([[3, 1, 8], [3, 5, 0], [0, 0, 0], [7, 0, 0]], dtype=torch.int32)
     lengths, q = torch.tensor([150, 100, 0, 1], dtype=torch.int32), torch.randn(4, 4, 32, generator=g)
-    together = layer.decode(pool, Reading.of(table, lengths, layer.shape), q)
+    joint = layer.decode(pool, Reading.of(table, lengths, layer.shape), q)
     for i in (0, 1, 3):
         alone = layer.decode(pool, Reading.of(table[i : i + 1], lengths[i : i + 1], layer.shape), q[i : i + 1])
-        torch.testing.assert_close(together[i], alone[0])
-    assert not together[2].any()
+        torch.testing.assert_close(joint[i], alone[0])
+    assert not joint[2].any()
 
 
 def test_what_a_chunk_takes_is_said_before() -> None:

@@ -16,7 +16,7 @@ from kvsketch.methods import parse_method
 from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
 from kvsketch.slots import rollback
-from kvsketch.slots.codes import FewBits, SlotCodes
+from kvsketch.slots.codes import QuantBits, SlotCodes
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import Pages
 from kvsketch.slots.table import SlotTable
@@ -198,7 +198,7 @@ def test_a_page_is_the_same_under_the_defaults_of_a_loader() -> None:
     torch.set_default_dtype(torch.bfloat16)
     try:
         with torch.device("meta"):
-            result = PagedLayer(parse_method(text), LayerContext(1, 3, bits=FewBits(4, 4)), 0.3)
+            result = PagedLayer(parse_method(text), LayerContext(1, 3, bits=QuantBits(4, 4)), 0.3)
             shape = result.page_shape(HEADS, SIZE, SIZE, torch.float32)
     finally:
         torch.set_default_dtype(torch.float32)

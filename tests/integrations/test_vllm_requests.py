@@ -175,8 +175,8 @@ def spoil(llm: LLM) -> None:
     for name, tensor in [*model.named_parameters(), *model.named_buffers()]:
         kept[name] = tensor.data.clone()
     layers = [*llm.llm_engine.vllm_config.compilation_config.static_forward_context.values()]
-    together = layers[0].impl.together
-    for lost in [layer.kv_cache for layer in layers] + [together.shelf.pages.planes]:
+    joint = layers[0].impl.joint
+    for lost in [layer.kv_cache for layer in layers] + [joint.document_pool.pages.planes]:
         parts = lost.values() if isinstance(lost, dict) else lost if isinstance(lost, list) else [lost]
         for part in parts:
             part.view(torch.uint8).fill_(255) if part.is_contiguous() else part.fill_(0)

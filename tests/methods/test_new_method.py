@@ -23,7 +23,7 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from kvsketch.methods.keep import EvictingMethod
+from kvsketch.methods.evict import EvictingMethod
 from kvsketch.methods.parameters import option
 from kvsketch.slots.table import SlotTable
 

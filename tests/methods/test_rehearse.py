@@ -15,7 +15,7 @@ from torch import Tensor
 from kvsketch import CompressedCache, ops, prefill
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.methods import waiting
-from kvsketch.methods.divide import largest
+from kvsketch.methods.allocation import largest
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
 from kvsketch.methods.replay import Replay, first_keys, sampled

@@ -154,7 +154,7 @@ def relative_error(actual: Tensor, expected: Tensor) -> float:
     return float((actual.double() - expected.double()).norm() / expected.double().norm())
 
 
-def few_bits(x: Tensor, bits: int, exact: int = 4) -> Tensor | CodedSlots:
+def quantised(x: Tensor, bits: int, exact: int = 4) -> Tensor | CodedSlots:
     """Vectors [B, H, S, D] in so many bits around their mean; exact ones lie anywhere, and one is overwritten."""
     if bits == 16:
         return x

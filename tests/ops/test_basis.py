@@ -12,7 +12,16 @@ from torch import Tensor
 
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.codec import Codec, CodedSlots
-from kvsketch.ops.codec.basis import ERRORS, LEARNED_BITS, MOST, Basis, LearnedCodec, layout_of, orthonormal, shares_of
+from kvsketch.ops.codec.basis import (
+    ERRORS,
+    LEARNED_BITS,
+    MOST_GROUP_BITS,
+    Basis,
+    LearnedCodec,
+    layout_of,
+    orthonormal,
+    shares_of,
+)
 from kvsketch.ops.weighted_attention import Arguments
 from kvsketch.ops.weighted_attention import reference as attention_reference
 from kvsketch.slots.layout import Layout
@@ -332,7 +341,7 @@ def test_kernels_that_rotate_by_a_hadamard_matrix_leave_learned_directions_alone
 def test_shares_have_the_promised_mean_and_are_the_best_that_one_more_swap_can_find() -> None:
     variance = deviations(64) ** 2
     shares = shares_of(variance)
-    assert shares.sum() == 32 and shares.max() <= MOST and (shares.diff() <= 0).all()
+    assert shares.sum() == 32 and shares.max() <= MOST_GROUP_BITS and (shares.diff() <= 0).all()
     group = (variance / variance.sum(-1, keepdim=True)).mean(0).view(16, -1).sum(-1)
 
     def lost(bits: Tensor) -> float:
@@ -343,7 +352,7 @@ def test_shares_have_the_promised_mean_and_are_the_best_that_one_more_swap_can_f
             other = shares.clone()
             other[more] += 1
             other[less] -= 1
-            if other.min() >= 0 and other.max() <= MOST:
+            if other.min() >= 0 and other.max() <= MOST_GROUP_BITS:
                 assert lost(other) >= lost(shares) - 1e-9
     flat = shares_of(torch.ones(3, 64))
     assert (flat == 2).all()

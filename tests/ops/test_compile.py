@@ -32,12 +32,12 @@ from kvsketch.ops.codec.basis import Basis, LearnedCodec, Parts
 from kvsketch.ops.common.ragged import Readers
 from kvsketch.ops.fold_token import Layout as Folded
 from kvsketch.ops.fold_token import State
+from kvsketch.ops.gather_rows import Sources, gather_rows_of
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.kmeans import METRICS
 from kvsketch.ops.page_rows import Front, Rows, Worth
-from kvsketch.ops.take_rows import Sources, take_rows_of
 from kvsketch.ops.token_blocks import BlockShape, Reading, TokenBlocks, block_attention, write_tokens
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots.layout import Layout
@@ -223,8 +223,8 @@ def refit_steps() -> None:
     steps.errors(values, w, values, w)
 
 
-def take_rows() -> None:
-    take_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
+def gather_rows() -> None:
+    gather_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
 
 
 def keep_queries() -> None:
@@ -421,8 +421,8 @@ def decoder_layer() -> None:
     kernel.gated_silu(x, x)
 
 
-def thin_linear(rows: int) -> None:
-    from kvsketch.ops.thin_linear import kernel
+def skinny_matmul(rows: int) -> None:
+    from kvsketch.ops.skinny_matmul import kernel
 
     x, weight = normal(rows, 512), normal(256, 512)
     kernel.linears(x, [weight] * 3, [weight[:, 0].contiguous()] * 3)
@@ -437,8 +437,8 @@ CALLS: tuple[Callable[[], None], ...] = (
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
     join_attention, *(partial(kmeans, metric) for metric in METRICS), select_clusters, select_pages,
     leader_clustering, farthest_first, coarse_farthest_first,
-    refit_steps, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
-    hot_rows, coded_hot_rows, decoder_layer, partial(thin_linear, 1),
+    refit_steps, gather_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
+    hot_rows, coded_hot_rows, decoder_layer, partial(skinny_matmul, 1),
     partial(replay_scores, torch.bfloat16), partial(balance_walk, torch.bfloat16),
 )  # fmt: skip
 
@@ -447,7 +447,7 @@ OTHER_CALLS: tuple[Callable[[], None], ...] = (
     mixed_attention, short_coded_attention, partial(learned_attention, torch.bfloat16, 2),
     partial(learned_attention, torch.float32), partial(ragged_attention, 4), coded_paged_attention,
     partial(token_blocks, 8, 3), partial(past_attention, 8, 3), partial(past_attention, 2, 4, torch.float32),
-    partial(thin_linear, 4), partial(replay_scores, torch.float32), partial(balance_walk, torch.float32),
+    partial(skinny_matmul, 4), partial(replay_scores, torch.float32), partial(balance_walk, torch.float32),
 )  # fmt: skip
 
 

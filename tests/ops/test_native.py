@@ -20,7 +20,7 @@ from kvsketch.ops.keep_queries import reference as keep_reference
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 from kvsketch.ops.slot_update import reference as slot_reference
 from kvsketch.ops.weighted_attention import Arguments, Attended, reference
-from tests.ops.formula import few_bits, needs_compiler, poison, relative_error
+from tests.ops.formula import needs_compiler, poison, quantised, relative_error
 
 pytestmark = needs_compiler
 
@@ -78,7 +78,7 @@ def test_attention(
     log_den[:, :, 5] = log_den[1, 2] = float("-inf")
     log_num = log_den if tied else log_den + 0.3 * torch.randn(2, 3, 70)
     lengths = torch.tensor([[70, 63, 50], [0, 70, 70]])
-    parts = [few_bits(part, bits) for part, bits in ((keys, key_bits), (values, value_bits))]
+    parts = [quantised(part, bits) for part, bits in ((keys, key_bits), (values, value_bits))]
     call = Arguments(
         q, *parts, log_num, log_den, size**-0.5, sink_logits=torch.randn(3 * group), lengths=lengths, clip=0.5,
         return_logits=True,

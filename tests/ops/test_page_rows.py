@@ -9,7 +9,7 @@ from kvsketch import ops
 from kvsketch.ops.page_rows import Front, Rows, Worth, reference
 from kvsketch.ops.weighted_attention import Arguments
 from kvsketch.ops.weighted_attention import reference as attention
-from tests.ops.formula import few_bits, in_pages
+from tests.ops.formula import in_pages, quantised
 
 kernel = pytest.importorskip("kvsketch.ops.page_rows.kernel", reason="needs Triton")
 attention_kernel = pytest.importorskip("kvsketch.ops.weighted_attention.kernel", reason="needs Triton")
@@ -80,7 +80,7 @@ def test_attention_reads_codes_in_the_page_of_a_row(
     """As it reads them row by row; keys have a large common part, and pages of others hold nan."""
     g = torch.Generator().manual_seed(0)
     x = [torch.randn(3, 2, 70, size, generator=g) + 8 * torch.randn(1, 2, 1, size, generator=g) for _ in range(2)]
-    parts = [few_bits(part.to(dtype).to(device), b) for part, b in zip(x, (bits, value_bits), strict=True)]
+    parts = [quantised(part.to(dtype).to(device), b) for part, b in zip(x, (bits, value_bits), strict=True)]
     q, weights = torch.randn(3, 8, 1, size, generator=g).to(dtype).to(device), torch.randn(3, 2, 70, generator=g)
     weights[:, :, 50:60] = float("-inf")
     weights, pages = weights.to(device), torch.tensor([4, 1, 2], device=device)
@@ -96,7 +96,7 @@ def test_attention_reads_codes_in_the_page_of_a_row(
 
 
 def test_pages_whose_parts_lie_differently_are_refused() -> None:
-    part = few_bits(torch.randn(3, 2, 70, 16), 4)
+    part = quantised(torch.randn(3, 2, 70, 16), 4)
     q, weights = torch.randn(3, 2, 1, 16), torch.zeros(3, 2, 70)
     with pytest.raises(ValueError, match="equally far apart"):
         ops.weighted_attention(q, part, part, weights, weights, 1.0, pages=torch.tensor([2, 1, 0]))

@@ -8,7 +8,7 @@ import torch
 from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.slot_update import Ranking, Slots, Token, reference
 from kvsketch.ops.weighted_attention.call import rows_in
-from tests.ops.formula import few_bits, in_pages
+from tests.ops.formula import in_pages, quantised
 
 kernel = pytest.importorskip("kvsketch.ops.slot_update.kernel", reason="needs Triton")
 
@@ -114,7 +114,7 @@ def test_a_coded_token_goes_to_the_page_of_its_row(device: torch.device, bits: i
     """What it writes there is what it writes row by row; rows of nobody, and other pages, keep what they hold."""
     g = torch.Generator().manual_seed(0)
     x = [(9 + torch.randn(2, 3, 20, 32, generator=g)).bfloat16().to(device) for _ in range(2)]
-    parts = [few_bits(part, b) for part, b in zip(x, (bits, value_bits), strict=True)]
+    parts = [quantised(part, b) for part, b in zip(x, (bits, value_bits), strict=True)]
     new = [(9 + torch.randn(3, 3, 1, 32, generator=g)).bfloat16().to(device) for _ in range(2)]
     pages = torch.tensor([4, -1, 2], device=device)
     pools = []

@@ -15,7 +15,7 @@ from kvsketch.ops.common.ragged import Ragged
 from kvsketch.ops.weighted_attention import Arguments
 from kvsketch.ops.weighted_attention.reference import weighted_attention as by_definition
 from kvsketch.slots.layout import Layout
-from tests.ops.formula import few_bits, in_pages, needs_triton, relative_error
+from tests.ops.formula import in_pages, needs_triton, quantised, relative_error
 from tests.ops.pairwise import Case, pairs_of, pairwise
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -58,7 +58,9 @@ def call_of(case: Case, device: torch.device) -> Arguments:
     counts = (slots, slots if case["values"] == "all" else slots - 13)
     vectors = [(normal(B, H, 1, size) + normal(B, H, count, size)).to(device, dtype) for count in counts]
     # Exact slots of keys and values are the same ones.
-    k, v = (few_bits(x, case[bits], case["exact"]) for x, bits in zip(vectors, ("key_bits", "value_bits"), strict=True))
+    k, v = (
+        quantised(x, case[bits], case["exact"]) for x, bits in zip(vectors, ("key_bits", "value_bits"), strict=True)
+    )
     log_num, log_den = (normal(B, H, slots).masked_fill(normal(B, H, slots) < -1, float("-inf")) for _ in range(2))
     log_num = None if case["weights"] in ("denominator", "none") else log_num.to(device)
     log_den = None if case["weights"] in ("numerator", "none") else log_den.to(device)

@@ -18,9 +18,9 @@ for package in ("starlette", "prometheus_client", "uvicorn", "openai"):
 
 from kvsketch.serve import app  # noqa: E402
 from kvsketch.serve.anthropic_forms import MessageForm  # noqa: E402
-from kvsketch.serve.forms import Piece  # noqa: E402
+from kvsketch.serve.forms import AnswerPart  # noqa: E402
 from kvsketch.serve.requests import Request, Ticket  # noqa: E402
-from kvsketch.serve.schema import ApiError, ChatAsked  # noqa: E402
+from kvsketch.serve.schema import ApiError, ChatRequest  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 from kvsketch.serve.service import Answer, Choice, Service  # noqa: E402
 from kvsketch.serve.text import GrowingText  # noqa: E402
@@ -186,12 +186,13 @@ def test_a_tool_that_is_demanded_is_called(server: Server) -> None:
 
 def test_the_blocks_of_an_answer_stand_in_the_order_in_which_they_came() -> None:
     """A text, two calls and a text: a small model writes no such answer when it is asked to."""
-    request = ChatAsked.model_validate({"model": "tiny", "messages": ASK})
+    request = ChatRequest.model_validate({"model": "tiny", "messages": ASK})
     choice = Choice(0, Ticket(Request((1, 2, 3), 9)), GrowingText(None))
     answer, calls = Answer(request, [choice], "msg_1", 7), [Call("f", '{"a": 1}', 0), Call("g", "no JSON", 1)]
     pieces = [
-        Piece(choice, "One"), Piece(choice, " two.", calls=calls[:1]), Piece(choice, "\n", calls=calls[1:]),
-        Piece(choice, "Three"), Piece(choice, ".", reason="tool_calls"),
+        AnswerPart(choice, "One"), AnswerPart(choice, " two.", calls=calls[:1]),
+        AnswerPart(choice, "\n", calls=calls[1:]),
+        AnswerPart(choice, "Three"), AnswerPart(choice, ".", reason="tool_calls"),
     ]  # fmt: skip
     form = MessageForm()
     events = events_in("".join([*form.opening(answer), *(form.piece(answer, piece) for piece in pieces)]))
@@ -207,7 +208,7 @@ def test_the_blocks_of_an_answer_stand_in_the_order_in_which_they_came() -> None
     assert [json.loads(events[place]["delta"]["partial_json"]) for place in (6, 9)] == [
         block["input"] for block in whole["content"][1:3]
     ]
-    empty = json.loads(MessageForm().whole(answer, [[Piece(choice, reason="stop")]]))
+    empty = json.loads(MessageForm().whole(answer, [[AnswerPart(choice, reason="stop")]]))
     assert (empty["content"], empty["stop_reason"]) == ([{"type": "text", "text": ""}], "end_turn")
 
 

@@ -21,9 +21,9 @@ for package in ("starlette", "prometheus_client", "uvicorn"):
 openai = pytest.importorskip("openai", reason="not installed: pip install 'kvsketch[serve]'")
 
 from kvsketch.serve.address import bind  # noqa: E402
-from kvsketch.serve.forms import Piece, ResponseForm  # noqa: E402
+from kvsketch.serve.forms import AnswerPart, ResponseForm  # noqa: E402
 from kvsketch.serve.requests import Request, Ticket  # noqa: E402
-from kvsketch.serve.schema import ChatAsked  # noqa: E402
+from kvsketch.serve.schema import ChatRequest  # noqa: E402
 from kvsketch.serve.server import Server, model_name, start_service  # noqa: E402
 from kvsketch.serve.service import Answer, Choice  # noqa: E402
 from kvsketch.serve.text import GrowingText, token_bytes, token_text  # noqa: E402
@@ -255,20 +255,21 @@ def test_calls_and_their_results_are_read_as_those_of_a_chat(client: Any) -> Non
     assert none.usage.input_tokens < answer.usage.input_tokens and none.tool_choice == "none"
 
 
-def events_of(form: ResponseForm, answer: Any, pieces: list[Piece]) -> list[Any]:
+def events_of(form: ResponseForm, answer: Any, pieces: list[AnswerPart]) -> list[Any]:
     sent = "".join([*form.opening(answer), *(form.piece(answer, piece) for piece in pieces), *form.closing(answer)])
     return [json.loads(line.removeprefix("data: ")) for line in sent.splitlines() if line.startswith("data: ")]
 
 
 def test_the_items_of_a_response_stand_in_the_order_in_which_they_came() -> None:
     """A text, two calls and a text: a small model writes no such answer when it is asked to."""
-    asked = ChatAsked.model_validate({"model": "tiny", "messages": ASK})
+    asked = ChatRequest.model_validate({"model": "tiny", "messages": ASK})
     request = Request((1, 2, 3), 9)
     answer = Answer(asked, [Choice(0, Ticket(request), GrowingText(None))], "resp_1", 7)
     choice, calls = answer.choices[0], [Call("f", '{"a": 1}', 0), Call("g", "{}", 1)]
     pieces = [
-        Piece(choice, "One"), Piece(choice, " two.", calls=calls[:1]), Piece(choice, "\n", calls=calls[1:]),
-        Piece(choice, "Three"), Piece(choice, ".", reason="tool_calls"),
+        AnswerPart(choice, "One"), AnswerPart(choice, " two.", calls=calls[:1]),
+        AnswerPart(choice, "\n", calls=calls[1:]),
+        AnswerPart(choice, "Three"), AnswerPart(choice, ".", reason="tool_calls"),
     ]  # fmt: skip
     events = events_of(ResponseForm(), answer, pieces)
     assert [event["sequence_number"] for event in events] == [*range(len(events))]

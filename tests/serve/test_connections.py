@@ -21,7 +21,7 @@ from tests.helpers.tiny import save_tiny_model
 for package in ("starlette", "openai", "prometheus_client", "uvicorn"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 
-from kvsketch.serve.connections import Patience, _network  # noqa: E402
+from kvsketch.serve.connections import ConnectionLimits, _network  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 from tests.helpers.serving import started  # noqa: E402
 
@@ -41,9 +41,9 @@ def serving(loaded: tuple[Any, Any], tmp_path: Path) -> Iterator[Callable[..., S
     """Starts servers with some patience."""
     with ExitStack() as stack:
 
-        def start(**patience: Any) -> Server:
+        def start(**limits: Any) -> Server:
             service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=1)
-            server = Server(service, patience=Patience(**patience), drain=5)
+            server = Server(service, limits=ConnectionLimits(**limits), drain=5)
             stack.enter_context(started(server))
             return server
 

@@ -19,7 +19,7 @@ from kvsketch import CompressedCache
 from kvsketch.decode import shared as shared_rows
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Draw, nucleus
-from kvsketch.serve import own_steps
+from kvsketch.serve import unbatched
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
@@ -391,7 +391,7 @@ def test_a_short_row_joins_before_its_own_step_is_recorded(start: Any, monkeypat
     run = Step.run
     monkeypatch.setattr(Step, "run", lambda step: (steps.append(step.cache.tokens_seen), run(step)))
     monkeypatch.setattr(Step, "_record", lambda step: pytest.fail("recorded"))
-    monkeypatch.setattr(own_steps, "impossible", lambda *_: None)
+    monkeypatch.setattr(unbatched, "impossible", lambda *_: None)
     method = "rehearse:sinks=2:recent=4"
     answer = list(start(method, prefill="exact").submit(Request(prompt(0, 50), 30)))
     assert answer == answer_alone(method, prompt(0, 50), 30, CompressedCache(model(), method))

@@ -37,9 +37,9 @@ def check(store: DocumentRows, documents: list[CompressedCache], reads: dict[int
     needed = sum(-(-[*reads.values()].count(document) // most) for document in documents)
     assert {*groups.values()} == {*range(needed)} and (store.groups.own["capacity"][:, needed:] == 0).all()
     ends = 0
-    for stretch in sorted(store._stretches(), key=lambda stretch: stretch.start):
-        assert stretch.start >= ends
-        ends = stretch.start + stretch.size
+    for allocation in sorted(store._stretches(), key=lambda allocation: allocation.start):
+        assert allocation.start >= ends
+        ends = allocation.start + allocation.size
     assert ends <= store.slots and store.rows.keys() >= reads.keys()
     for document in documents:
         laid = store.lying(document)

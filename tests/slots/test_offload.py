@@ -11,7 +11,7 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.serve import held
+from kvsketch.serve import summary
 from kvsketch.slots import host
 from tests.decode.test_decoding import DEVICE, without_gpu  # noqa: F401
 from tests.helpers import zoo
@@ -78,7 +78,7 @@ def test_tokens_in_host_memory_are_counted_as_held() -> None:
         *(line.replace(",", "").split()[-2:] for line in far.describe().splitlines()[1:]), strict=True
     )
     assert (sum(map(int, device)), sum(map(int, on_host))) == (far.device_bytes, far.host_bytes)
-    assert torch.equal(held.shares(far), torch.ones(40))
+    assert torch.equal(summary.shares(far), torch.ones(40))
 
 
 @pytest.mark.parametrize(

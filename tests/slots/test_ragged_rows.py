@@ -27,7 +27,7 @@ from kvsketch.ops import codec as codecs
 from kvsketch.ops.work_list import fixed_work_list
 from kvsketch.slots import codes, in_place
 from kvsketch.slots import rows as table_rows
-from kvsketch.slots.codes import FewBits
+from kvsketch.slots.codes import QuantBits
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.rows import RaggedRows, RowNeeds
@@ -39,7 +39,7 @@ ROWS, BATCHES = 4, (1, 2, 4)  # rows of the store, and those that a step takes
 SLOTS = 150  # of the store: not enough for four large rows
 LONGEST, WAIT, SPARE = 60, 6, 2  # tokens of a text, tokens between two decisions, empty slots that a row brings
 NEG_INF = float("-inf")
-BITS = {"16 bits": FewBits(), "4 bits": FewBits(4, 4), "keys in 4 bits": FewBits(4, 16)}
+BITS = {"16 bits": QuantBits(), "4 bits": QuantBits(4, 4), "keys in 4 bits": QuantBits(4, 16)}
 
 
 @dataclass
@@ -105,7 +105,7 @@ def read(table: SlotTable) -> tuple[Tensor, Tensor]:
 class Machine(RuleBasedStateMachine):
     """`bits` and `equal` say what the rows are like."""
 
-    bits = FewBits()
+    bits = QuantBits()
     equal = False
 
     # rows alone
@@ -126,7 +126,7 @@ class Machine(RuleBasedStateMachine):
             notes.append(state.note[0].clone())
             held = held_as(keys, self.bits.keys), held_as(values, self.bits.values)
             pair = {"keys": (keys, self.bits.keys), "values": (values, self.bits.values)}
-            centers.append({name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.PLAIN})
+            centers.append({name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.UNQUANTISED})
             whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), state.score.unsqueeze(-1)], 3)[0]
             for head in range(HEADS):
                 heads[layer, head] = [Token(n, whole[head, n]) for n in range(tokens)]
@@ -185,7 +185,7 @@ class Machine(RuleBasedStateMachine):
         self._decide(tables, row)
         table_rows.count_to(self.store.tables, self.clock)
         size = sum(len(held) + SPARE + (WAIT - SPARE + 1) for held in row.heads.values())
-        free = SLOTS - sum(stretch.size for stretch in self.store.rows.values())
+        free = SLOTS - sum(allocation.size for allocation in self.store.rows.values())
         reason = self.store.misfit(tables)
         assert reason == (f"it needs {size} slots, and {free} are free" if size > free else "")
         if not reason:
@@ -273,7 +273,7 @@ class Machine(RuleBasedStateMachine):
         pair = []
         for name, x in (("keys", keys), ("values", values)):
             bits = getattr(self.bits, name)
-            codec = None if bits == codes.PLAIN else codecs.Codec(bits, SIZE)
+            codec = None if bits == codes.UNQUANTISED else codecs.Codec(bits, SIZE)
             pair.append(appended_as(x, row.centers[layer].get(name), codec))
         whole = torch.cat([*pair, torch.zeros(1, HEADS, 1, 2)], 3)
         for head in range(HEADS):
@@ -320,8 +320,8 @@ class Machine(RuleBasedStateMachine):
         for row in range(ROWS):
             starts, sizes = (part[:, row].flatten().tolist() for part in self._places())
             slots = [slot for start, size in zip(starts, sizes, strict=True) for slot in range(start, start + size)]
-            stretch = self.store.rows.get(row)
-            if stretch is None:
+            allocation = self.store.rows.get(row)
+            if allocation is None:
                 # Layers take their steps one after the other, and may share these.
                 own = SLOTS + HEADS * row
                 assert set(slots) == {*range(own, own + HEADS)} and set(sizes) == {1}
@@ -330,7 +330,7 @@ class Machine(RuleBasedStateMachine):
                 assert all((part == -1).all() for name, part in left.items() if name.endswith("exact_at"))
                 slots = sorted(set(slots))
             else:
-                assert slots == [*range(stretch.start, stretch.start + stretch.size)] and slots[-1] < SLOTS
+                assert slots == [*range(allocation.start, allocation.start + allocation.size)] and slots[-1] < SLOTS
             assert not owner.keys() & set(slots), "a slot of two rows"
             owner |= dict.fromkeys(slots, row)
 

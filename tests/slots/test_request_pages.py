@@ -24,7 +24,7 @@ from torch import Tensor
 
 from kvsketch.ops import codec as codecs
 from kvsketch.slots import codes, packing
-from kvsketch.slots.codes import FewBits
+from kvsketch.slots.codes import QuantBits
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import RequestPages, RequestShape, like_table
@@ -35,7 +35,7 @@ LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 PAGES, SLOTS, ROOM = 4, 12, 5  # slots of a head on average, and new tokens of a head that wait
 LONGEST = 1000  # tokens of a request
 NEG_INF = float("-inf")
-BITS = {"16 bits": FewBits(), "4 bits": FewBits(4, 4), "values in 4 bits": FewBits(16, 4)}
+BITS = {"16 bits": QuantBits(), "4 bits": QuantBits(4, 4), "values in 4 bits": QuantBits(16, 4)}
 
 
 @dataclass
@@ -76,7 +76,7 @@ def read(table: SlotTable) -> tuple[Tensor, Tensor]:
 class Machine(RuleBasedStateMachine):
     """`bits` and `equal` say what the requests are like."""
 
-    bits = FewBits()
+    bits = QuantBits()
     equal = False
 
     @initialize(seed=st.integers(0, 2**20))
@@ -98,7 +98,7 @@ class Machine(RuleBasedStateMachine):
         return torch.randn(*shape, generator=self.random)
 
     def _coded(self, name: str) -> bool:
-        return bool(getattr(self.bits, name) != codes.PLAIN)
+        return bool(getattr(self.bits, name) != codes.UNQUANTISED)
 
     # whole requests
 

@@ -105,7 +105,7 @@ def test_a_short_row_is_saved_moved_and_taken_back(tmp_path: Path) -> None:
     ids, mask = padded(zoo.tokens(2, 91), [0, PAD])
     cache = CompressedCache(model, "full:bits=4")
     read_pieces(model, cache, ids, mask, PIECES[:2])
-    assert lists(cache) == {codes.LEAST}
+    assert lists(cache) == {codes.MIN_TOKENS_TO_QUANTISE}
     cache.save(tmp_path / "cache.kvs")
     loaded = CompressedCache.load(tmp_path / "cache.kvs", model)
     cache.activate_past_recording()

@@ -26,7 +26,7 @@ from torch import Tensor
 
 from kvsketch.ops import codec as codecs
 from kvsketch.slots import codes, in_place, packing
-from kvsketch.slots.codes import FewBits
+from kvsketch.slots.codes import QuantBits
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import Pages, PageShape, RequestPages, RequestShape, like_table
@@ -38,7 +38,7 @@ LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16
 ENTRIES, BUDGET, ROOM = 4, 10, 5  # slots of a head (on average), new tokens that wait where heads differ
 LONGEST = 60
 NEG_INF, NAN = float("-inf"), float("nan")
-BITS = {"16 bits": FewBits(), "4 bits": FewBits(4, 4), "keys in 4 bits": FewBits(4, 16)}
+BITS = {"16 bits": QuantBits(), "4 bits": QuantBits(4, 4), "keys in 4 bits": QuantBits(4, 16)}
 
 
 @dataclass
@@ -78,7 +78,7 @@ class Form:
     on_one_clock: ClassVar[bool] = False
     State: ClassVar[type[TableState]] = Scored
 
-    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+    def __init__(self, bits: QuantBits, example: list[SlotTable]) -> None:
         self.places = [LayerContext(layer, LAYERS, bits=bits) for layer in range(LAYERS)]
 
     def put(self, entry: int, tables: list[SlotTable]) -> None:
@@ -164,7 +164,7 @@ class OnOneClock(Form):
 class EqualInOurs(OnOneClock):
     evicts = True
 
-    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+    def __init__(self, bits: QuantBits, example: list[SlotTable]) -> None:
         super().__init__(bits, example)
         self.rows, self.firsts = EqualRows(example, ENTRIES, [BUDGET + 1] * LAYERS, self.clock), {}
 
@@ -172,7 +172,7 @@ class EqualInOurs(OnOneClock):
 class RaggedInOurs(OnOneClock):
     evicts = False
 
-    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+    def __init__(self, bits: QuantBits, example: list[SlotTable]) -> None:
         super().__init__(bits, example)
         slots = LAYERS * HEADS * (BUDGET + ROOM + 2) * ENTRIES
         self.rows, self.firsts = RaggedRows(example, ENTRIES, slots, self.clock, 4 * LONGEST, self._needs), {}
@@ -200,7 +200,7 @@ class RaggedInOurs(OnOneClock):
 class EqualInPages(Form):
     evicts = begins_alone = True
 
-    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+    def __init__(self, bits: QuantBits, example: list[SlotTable]) -> None:
         super().__init__(bits, example)
         self.pages = []
         for place in self.places:
@@ -235,7 +235,7 @@ class RaggedInPages(Form):
     State = Waiting
     stacks = False
 
-    def __init__(self, bits: FewBits, example: list[SlotTable]) -> None:
+    def __init__(self, bits: QuantBits, example: list[SlotTable]) -> None:
         super().__init__(bits, example)
         like = [like_table(place, Waiting, HEADS, SIZE, SIZE, torch.float32) for place in self.places]
         shape = RequestShape(like[0], LAYERS, QUERY_HEADS, BUDGET, ROOM, LONGEST * 10)
@@ -280,7 +280,7 @@ class Machine(RuleBasedStateMachine):
     """`form` and `bits` say which store it is."""
 
     form: ClassVar[type[Form]]
-    bits: ClassVar[FewBits]
+    bits: ClassVar[QuantBits]
 
     @initialize(seed=st.integers(0, 2**20))
     def begin(self, seed: int) -> None:
@@ -308,7 +308,7 @@ class Machine(RuleBasedStateMachine):
             held = [codes.PlainSlots(x).coded(bits, None).plain() for x, bits in pair.values()]
             whole = torch.cat([*held, torch.zeros(1, HEADS, tokens, 1), score.unsqueeze(-1)], 3)[0]
             request.centers.append(
-                {name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.PLAIN}
+                {name: codes.center_of(x) for name, (x, bits) in pair.items() if bits != codes.UNQUANTISED}
             )
             for head in range(HEADS):
                 request.heads[layer, head] = [Token(n, whole[head, n]) for n in range(tokens)]
@@ -385,7 +385,7 @@ class Machine(RuleBasedStateMachine):
         self._step(self.requests)
 
     def _coded(self, name: str) -> bool:
-        return bool(getattr(self.bits, name) != codes.PLAIN)
+        return bool(getattr(self.bits, name) != codes.UNQUANTISED)
 
     @precondition(lambda self: self.requests)
     @rule(tokens=st.sampled_from([1, 1, 2, 7]))

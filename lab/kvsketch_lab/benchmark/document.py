@@ -32,7 +32,7 @@ from kvsketch_lab.options import option
 QUESTION = "What does the text say about energy? Answer in one sentence."
 
 
-class Asked:
+class DocumentQuestion:
     """One model, a text of so many tokens and a question about it."""
 
     def __init__(self, model: Any, tokenizer: Any, text: str, tokens: int) -> None:
@@ -55,7 +55,7 @@ class Asked:
         return int(prefill(self.model, question, cache).argmax())
 
 
-def timed(make: Callable[[], CompressedCache], asked: Asked, repeats: int) -> tuple[list[float], set[int]]:
+def timed(make: Callable[[], CompressedCache], asked: DocumentQuestion, repeats: int) -> tuple[list[float], set[int]]:
     """Seconds from a request to its first token, each time anew, and the tokens."""
     times, tokens = [], set()
     for _ in range(repeats):
@@ -83,7 +83,7 @@ class Document(TextBenchmark):
         return [{"model": self.model, "method": m, "tokens": n} for m in methods for n in self.tokens]
 
     def measure(self, model: str, method: str, tokens: int) -> Iterator[Fields]:
-        asked = Asked(*self.loaded, tokens)
+        asked = DocumentQuestion(*self.loaded, tokens)
         shared = {"model": model, "method": method, "tokens": tokens, "repeats": self.repeats}
         shared |= {"dtype": str(asked.model.dtype).removeprefix("torch."), "threads": torch.get_num_threads()}
         start = time.perf_counter()

@@ -67,7 +67,7 @@ class SideStream:
 def compressing_beside(cache: CompressedCache) -> Iterator[None]:
     """Inside the block layers compress on a second stream; on a CPU they follow one another."""
     side = SideStream()
-    with cache.slot_layers[0].forward.during(aside=side):
+    with cache.slot_layers[0].forward.during(side_stream=side):
         yield
     side.join()
 

@@ -21,7 +21,7 @@ from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch_lab.evaluation.choices import ChoiceExperiment
 from kvsketch_lab.evaluation.documents import Document, DocumentExperiment, Item, TaskOptions, Wording
 from kvsketch_lab.evaluation.longbench2 import LETTERS, WORDING
-from kvsketch_lab.evaluation.questions import Asked
+from kvsketch_lab.evaluation.questions import FedQuestion
 from kvsketch_lab.options import option
 
 CHOICE, HYPOTHESIS, NUMBER = "qa", "hallu", "altqa"
@@ -100,7 +100,7 @@ class Bamboo(ChoiceExperiment):
         return float(said is not None and said.group().replace(",", "") == expected["answer"])
 
     def _answers_apart(
-        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[Asked], size: int
+        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[FedQuestion], size: int
     ) -> list[tuple[str, dict[str, Any]]]:
         # A batch holds questions of one task.
         if kind(str(asked[0].question.expected["task"])) == NUMBER:

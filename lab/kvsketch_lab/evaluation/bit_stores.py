@@ -1,4 +1,4 @@
-"""Ways to hold the keys and values of all tokens in few bits: ours, transformers' own, fp8, and our codec taken apart.
+"""Ways to store keys and values of all tokens with fewer bits: ours, transformers' own, fp8, and our codec taken apart.
 
     full:bits=4  full:bits=auto  full:value_bits=2       a method of kvsketch
     rehearse:budget=1/2  snapkv:budget=25%:bits=4        one that drops tokens, whose attention error is not measured

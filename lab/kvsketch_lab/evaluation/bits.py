@@ -1,4 +1,4 @@
-"""What keys and values in few bits cost: error, divergence, bytes and time, ours beside what users have.
+"""What quantised keys and values cost: error, divergence, bytes and time, ours beside what users have.
 
     kvsketch eval bits --model qwen2.5-coder-1.5b --texts 4 --out results/eval
     kvsketch eval bits --methods full:bits=4,quanto:bits=4,fp8 --tokens 2048

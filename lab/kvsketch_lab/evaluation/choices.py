@@ -18,7 +18,7 @@ import torch
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch_lab.evaluation.documents import DocumentExperiment, DocumentOptions, Item
-from kvsketch_lab.evaluation.questions import Asked
+from kvsketch_lab.evaluation.questions import FedQuestion
 
 
 class ChoiceExperiment(DocumentExperiment):
@@ -37,7 +37,7 @@ class ChoiceExperiment(DocumentExperiment):
         return float(answer == expected["answer"])
 
     def _answers_apart(
-        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[Asked], size: int
+        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[FedQuestion], size: int
     ) -> list[tuple[str, dict[str, Any]]]:
         result = []
         for number, each in enumerate(asked):

@@ -31,7 +31,7 @@ from kvsketch.methods import parse_method
 from kvsketch_lab.evaluation.documents import Document, Item, TaskExperiment, TaskOptions, Wording, json_lines
 from kvsketch_lab.evaluation.experiment import Cell
 from kvsketch_lab.evaluation.next_token import largest, losses
-from kvsketch_lab.evaluation.questions import Asked
+from kvsketch_lab.evaluation.questions import FedQuestion
 from kvsketch_lab.options import option
 
 QMSUM = "qmsum"
@@ -84,7 +84,7 @@ class Likelihood(TaskExperiment):
         yield from super().measure(cells)
 
     def _answers(
-        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], seed: int, size: int
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[FedQuestion], seed: int, size: int
     ) -> list[dict[str, Any]]:
         """The likelihood of each reference, text by text."""
         assert isinstance(prompts, Prefilled)
@@ -96,7 +96,7 @@ class Likelihood(TaskExperiment):
         return [result[at] for at in range(len(asked))]
 
     @torch.no_grad()
-    def _told(self, text: Prefilled, cache: CompressedCache, asked: Asked) -> dict[str, Any]:
+    def _told(self, text: Prefilled, cache: CompressedCache, asked: FedQuestion) -> dict[str, Any]:
         ids = self.tokenizer(asked.question.expected, add_special_tokens=False)["input_ids"]
         reference = torch.tensor([ids[: self.options.max_new_tokens]], device=self.model.device)
         fed = torch.cat([reference.new_tensor([asked.after]), reference[:, :-1]], 1)

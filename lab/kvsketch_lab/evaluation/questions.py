@@ -50,7 +50,7 @@ class Question:
     facts: dict[str, Any] = field(default_factory=dict)  # what the record says of it, such as a line's position
 
 
-class Asked(NamedTuple):
+class FedQuestion(NamedTuple):
     """A question about the text in row `row` of a batch, what is fed of it after compression, and its cells."""
 
     row: int
@@ -160,12 +160,12 @@ class QuestionExperiment(Experiment):
 
     def measure(self, cells: list[Cell]) -> Iterator[tuple[Cell, dict[str, Any]]]:
         alike = grouped(cells, lambda cell: (cell.sample, cell.seed, cell.setting))
-        texts: dict[tuple[int, ...], list[Asked]] = {}
+        texts: dict[tuple[int, ...], list[FedQuestion]] = {}
         for own in alike.values():
             question = self.aligned(self.ask(own[0]))
             end = len(question.ids) - (question.asked if _way(own[0]) == UNSEEN else 0)
             asked = texts.setdefault(question.ids[:end], [])
-            asked.append(Asked(0, question.ids[end:], question, own))
+            asked.append(FedQuestion(0, question.ids[end:], question, own))
         longest = max(len(each.question.ids) for asked in texts.values() for each in asked)
         size = self.options.batch or rows_that_fit(self.model, longest + self.options.max_new_tokens)
         for some in _chunks(list(texts.items()), size):
@@ -179,7 +179,7 @@ class QuestionExperiment(Experiment):
         return replace(question, ids=ids, asked=question.asked + len(breaks))
 
     def _measure_batch(
-        self, texts: list[tuple[tuple[int, ...], list[Asked]]], size: int
+        self, texts: list[tuple[tuple[int, ...], list[FedQuestion]]], size: int
     ) -> Iterator[tuple[Cell, dict[str, Any]]]:
         prefilled = None
         try:
@@ -215,7 +215,7 @@ class QuestionExperiment(Experiment):
         return 1 if repeats(chosen) else together
 
     def _measure_rows(
-        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], size: int
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[FedQuestion], size: int
     ) -> list[tuple[Cell, dict[str, Any]]]:
         """The outcomes of the questions about some rows of a batch with one method at one budget, of one cache."""
         first = asked[0].cells[0]
@@ -228,7 +228,7 @@ class QuestionExperiment(Experiment):
         return [(each.cells[0], outcome | drawn) for each, outcome in zip(asked, outcomes, strict=True)]
 
     def _answers(
-        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[Asked], seed: int, size: int
+        self, prompts: Prefilled | dict[str, Tensor], rows: list[int], asked: list[FedQuestion], seed: int, size: int
     ) -> list[dict[str, Any]]:
         """The outcome of each question with the method and budget of its cell."""
         chosen, cache, facts = self._compressed(prompts, rows, asked[0].cells[0], seed)
@@ -255,7 +255,7 @@ class QuestionExperiment(Experiment):
         return chosen, cache, facts | memory(cache)
 
     def _answers_apart(
-        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[Asked], size: int
+        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[FedQuestion], size: int
     ) -> list[tuple[str, dict[str, Any]]]:
         """Answers to questions each of which is asked of the cache as it is behind its text."""
         result: dict[int, tuple[str, dict[str, Any]]] = {}
@@ -279,7 +279,7 @@ class QuestionExperiment(Experiment):
         return [result[at] for at in range(len(asked))]
 
     def _talks(
-        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[Asked], size: int
+        self, texts: Prefilled, cache: CompressedCache, rows: list[int], asked: list[FedQuestion], size: int
     ) -> list[tuple[str, dict[str, Any]]]:
         """Answers to the questions about each text, `--turns` at a time as turns of one talk."""
         result: dict[int, tuple[str, dict[str, Any]]] = {}

@@ -1,4 +1,4 @@
-"""Tables of `kvsketch eval bits`: keys and values in few bits, the parts of the codec, and what users have."""
+"""Tables of `kvsketch eval bits`: quantised keys and values, the parts of the codec, and what users have."""
 
 from __future__ import annotations
 

@@ -13,7 +13,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.repetition import say_again
 from kvsketch.methods.budget import Size
 from kvsketch.methods.rehearse import Rehearse
-from kvsketch.methods.rehearse.compacting import Stretch, undecided
+from kvsketch.methods.rehearse.compacting import TokenRange, undecided
 from kvsketch.methods.replay import Piece
 from kvsketch.slots.tensors import plain
 
@@ -42,16 +42,16 @@ def compact(
         raise ValueError(f"{method} compacts no spans; use rehearse:wait=compact")
     rollback.end_recording(layers)
     tables = [layer.table for layer in layers]
-    stretches = stretches_of(spans, shares, tables[0].before, tables[0].seen)
-    if method.repeats and any(stretch.size is not None for stretch in stretches):
-        return _repeated(cache, method, stretches, model, ids)
+    ranges = ranges_of(spans, shares, tables[0].before, tables[0].seen)
+    if method.repeats and any(part.size is not None for part in ranges):
+        return _repeated(cache, method, ranges, model, ids)
     with plain(), changing(layers):
-        method.compact(tables, stretches)
+        method.compact(tables, ranges)
     return 0
 
 
 def _repeated(
-    cache: CompressedCache, method: Rehearse, stretches: Sequence[Stretch], model: Any, ids: Tensor | None
+    cache: CompressedCache, method: Rehearse, ranges: Sequence[TokenRange], model: Any, ids: Tensor | None
 ) -> int:
     """The model repeats one stretch after the other, as long as it has positions behind the text."""
     if model is None or ids is None:
@@ -63,19 +63,18 @@ def _repeated(
     tables = [layer.table for layer in layers]
     while not tables[0].waits_for_codes:
         with plain(), changing(layers):
-            rest = undecided(tables, stretches)
+            rest = undecided(tables, ranges)
         if not rest:
             break
-        stretch = rest[0]
+        part = rest[0]
         pieces = [
-            Piece(stretch.begin + piece.begin, piece.tokens)
-            for piece in method.pieces(stretch.end - stretch.begin, cache.chunk)
+            Piece(part.begin + piece.begin, piece.tokens) for piece in method.pieces(part.end - part.begin, cache.chunk)
         ]
         if not say_again(cache, method, model, ids, pieces):
             break
         with plain(), changing(layers):
-            method.keep_stretches(tables, [stretch])
-        tokens += stretch.end - stretch.begin
+            method.keep_ranges(tables, [part])
+        tokens += part.end - part.begin
     return tokens
 
 
@@ -88,10 +87,10 @@ def changing(layers: Sequence[SlotLayer]) -> Iterator[None]:
         yield
 
 
-def stretches_of(spans: Sequence[Span], shares: Mapping[str, str], before: int, seen: int) -> list[Stretch]:
+def ranges_of(spans: Sequence[Span], shares: Mapping[str, str], before: int, seen: int) -> list[TokenRange]:
     """Spans of a text in its order, counted behind the `before` tokens of a document, with their sizes."""
     sizes = {kind: Size.parse(share, f"share of {kind}") for kind, share in shares.items()}
-    result: list[Stretch] = []
+    result: list[TokenRange] = []
     for span in sorted(spans, key=lambda span: span.begin):
         last = result[-1].end + before if result else before
         if not last <= span.begin <= span.end <= before + seen:
@@ -99,5 +98,5 @@ def stretches_of(spans: Sequence[Span], shares: Mapping[str, str], before: int, 
         size = sizes.get(span.kind)
         whole = size is None or size.share == 1
         if span.end > span.begin:
-            result.append(Stretch(span.begin - before, span.end - before, None if whole else size))
+            result.append(TokenRange(span.begin - before, span.end - before, None if whole else size))
     return result

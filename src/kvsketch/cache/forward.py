@@ -23,7 +23,7 @@ class Forward:
     prompt: Prompt | None = None  # one that comes in several forwards; tells the padding without masks
     mask_free: bool = False  # single tokens without a mask: a bounded table holds no padding
     short_mask: bool = False  # all tables are bounded, and single tokens come without a mask
-    aside: Any = None  # side stream to compress on (decode.captured.Aside); None: the current one
+    side_stream: Any = None  # side stream to compress on (decode.captured.SideStream); None: the current one
     looked_up: dict[str, tuple[Any, Any, Any]] = field(default_factory=dict, repr=False)  # in the mask, by name
 
     def once(self, name: str, mask: Any, seen: int, find: Callable[[], T]) -> T:

@@ -177,7 +177,7 @@ class SlotLayer(CacheLayerMixin):
             self._settle(row_logits)
         self.whole = True
 
-    def settle(self) -> None:
+    def compress_pending(self) -> None:
         """Compresses what the last forward appended and could be rolled back."""
         if self.pending is not None:
             with plain():
@@ -191,9 +191,9 @@ class SlotLayer(CacheLayerMixin):
         if table.new_tokens == 0:
             forward.row_lse = forward.row_logits = None
             return
-        side = self.forward.aside
-        aside = contextlib.nullcontext() if side is None else side.after(queries, row_logits)
-        with self.changing(), aside:
+        side = self.forward.side_stream
+        side_stream = contextlib.nullcontext() if side is None else side.after(queries, row_logits)
+        with self.changing(), side_stream:
             self.compress(queries)
             if self.together is not None:
                 tables = [layer.table for layer in (*self.together, self)]
@@ -204,7 +204,7 @@ class SlotLayer(CacheLayerMixin):
                 for each in tables:
                     short_rows.settle(each)
                 # Once for all layers, so that none of them waits for the device.
-                if any(each.forward.doubts for each in tables):
+                if any(each.forward.finite_checks for each in tables):
                     require_finite(tables)
 
     def compress(self, queries: Tensor) -> None:
@@ -247,7 +247,7 @@ class SlotLayer(CacheLayerMixin):
         """The last forward was not rolled back: what waited for that is compressed."""
         if self.pending is not None and self.recording == DRAFTS:
             self.recording = OVER
-        self.settle()
+        self.compress_pending()
 
     def reset(self) -> None:
         self.table = self.table.cleared()
@@ -258,7 +258,7 @@ class SlotLayer(CacheLayerMixin):
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if not self.table.empty:
-            self.settle()
+            self.compress_pending()
             with plain(), self.changing():
                 self.table.select_rows(beam_idx)
 

@@ -15,7 +15,7 @@ from kvsketch.cache.forward import Forward
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.methods.base import Method
 from kvsketch.ops.codec import Codec
-from kvsketch.slots.codes import MANY, PLAIN, FewBits
+from kvsketch.slots.codes import MANY, UNQUANTISED, QuantBits
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.heads import require_one_device
 from kvsketch.slots.latent import LatentTable
@@ -90,9 +90,9 @@ def link(layers: Sequence[Any], shared: bool) -> None:
             after.before = before
 
 
-def _require_codable(bits: FewBits, text: PretrainedConfig, latents: tuple[int, int] | None) -> None:
+def _require_codable(bits: QuantBits, text: PretrainedConfig, latents: tuple[int, int] | None) -> None:
     """Raises ValueError when heads of the model's size cannot be stored in the bits of the method."""
     size = getattr(text, "head_dim", None) or getattr(text, "hidden_size", 0) // max(1, text.num_attention_heads)
-    for count in {MANY if bits.auto else bits.keys, bits.values} - {PLAIN}:
+    for count in {MANY if bits.auto else bits.keys, bits.values} - {UNQUANTISED}:
         for each in latents or (size,):
             Codec(count, each)

@@ -31,7 +31,7 @@ from kvsketch.methods.budget import Size
 from kvsketch.methods.parameters import RANDOM
 from kvsketch.ops.codec import BITS
 from kvsketch.slots.bytes import LayerShape, host_tensors
-from kvsketch.slots.codes import MANY, FewBits
+from kvsketch.slots.codes import MANY, QuantBits
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.heads import head_share
 from kvsketch.slots.table import SlotTable
@@ -57,7 +57,7 @@ def description(layers: Sequence[SlotLayer]) -> str:
     for layer in layers:
         table, used = layer.table, layer.table.used_slots()
         least, most = int(used.min()), int(used.max())
-        bits = FewBits() if table.exact else table.stored_bits
+        bits = QuantBits() if table.exact else table.stored_bits
         slots = f"{least}" if least == most else f"{least} to {most}"
         lines.append(
             f"{table.context.layer_idx:5}  {slots:16}  {f'{bits.keys or MANY}/{bits.values}':8} "

@@ -9,7 +9,7 @@ from typing import Any
 from kvsketch.cache import memory
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.slots.bytes import token_bytes
-from kvsketch.slots.codes import MANY, PLAIN, FewBits
+from kvsketch.slots.codes import MANY, UNQUANTISED, QuantBits
 
 
 def overview(cache: Any) -> dict[str, str]:
@@ -30,11 +30,11 @@ def overview(cache: Any) -> dict[str, str]:
     }
 
 
-def precision(bits: FewBits) -> str:
+def precision(bits: QuantBits) -> str:
     """`keys 4, values 4`; vectors that are not quantised have the dtype of the model, which need not be of 16 bits."""
     if not bits:
         return "not quantised"
-    keys, values = (f"{each}" if each != PLAIN else "not quantised" for each in (bits.keys or MANY, bits.values))
+    keys, values = (f"{each}" if each != UNQUANTISED else "not quantised" for each in (bits.keys or MANY, bits.values))
     return f"keys {keys}, values {values}" + ", learned directions" * bool(bits.bases)
 
 

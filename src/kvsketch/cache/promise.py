@@ -24,12 +24,12 @@ from torch import Tensor
 
 from kvsketch.cache.memory import stored_bytes
 from kvsketch.cache.probes import Answers, Probes, surprise
+from kvsketch.methods.allocation import winners
 from kvsketch.methods.base import Method
-from kvsketch.methods.divide import winners
 from kvsketch.methods.waiting import at_newest, newest_slots
 from kvsketch.slots import coding
 from kvsketch.slots.bytes import token_bytes
-from kvsketch.slots.codes import MANY, PLAIN
+from kvsketch.slots.codes import MANY, UNQUANTISED
 from kvsketch.slots.tensors import plain
 
 SHARES = ("1/32", "1/24", "1/16", "1/12", "1/8", "1/6", "1/4", "1/3", "1/2", "2/3", "1/1")
@@ -160,7 +160,7 @@ def most_lost(lost: int, asked: int) -> float:
 def rungs(method: Any) -> list[Method]:
     """The method without its promise, at budgets from small to large; the last loses nothing."""
     shares: list[Any] = [replace(method, loss=None, budget=share) for share in SHARES]
-    many = [replace(shares[-1], bits=bits, key_bits=None, value_bits=None) for bits in (MANY, PLAIN)]
+    many = [replace(shares[-1], bits=bits, key_bits=None, value_bits=None) for bits in (MANY, UNQUANTISED)]
     return [*shares, *(each for each in many if each.stored_bits != method.stored_bits)]
 
 

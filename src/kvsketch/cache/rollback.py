@@ -46,7 +46,7 @@ def end_recording(layers: Sequence[Any]) -> None:
     """Compresses what could still be rolled back. From here on every forward is compressed at once."""
     for layer in layers:
         if getattr(layer, "record_past", False):
-            layer.settle() if isinstance(layer, SlotLayer) else layer.crop(0)
+            layer.compress_pending() if isinstance(layer, SlotLayer) else layer.crop(0)
             layer.record_past = False
 
 
@@ -71,7 +71,7 @@ def _crop(layer: SlotLayer, count: int) -> None:
                 layer.method.forget(layer.table, count - drafted)
     if layer.record_past:
         layer.recording = DRAFTS
-    layer.settle()
+    layer.compress_pending()
 
 
 def _is_draft(layer: SlotLayer, count: int) -> bool:

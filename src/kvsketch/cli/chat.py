@@ -175,7 +175,7 @@ class Talk:
     def of_model(cls, name: str, method: str, device: str | None, dtype: str | None, fit: Fit) -> Talk:
         import kvsketch
         from kvsketch.cli.first_fit import fit_first, with_auto
-        from kvsketch.cli.watching import load_quick
+        from kvsketch.cli.progress import load_quick
 
         parsed = with_auto(method)
         model, tokenizer = load_quick(name, dtype, device)
@@ -198,7 +198,7 @@ class Talk:
 
         import kvsketch
         from kvsketch.cli.first_fit import fit_first, with_auto
-        from kvsketch.cli.watching import load_quick, reading_bar
+        from kvsketch.cli.progress import load_quick, reading_bar
         from kvsketch.decode import asking
 
         parsed = with_auto(method or METHOD)
@@ -221,7 +221,7 @@ class Talk:
     def of_file(cls, path: Path, name: str | None, device: str | None, dtype: str | None) -> Talk:
         import kvsketch
         from kvsketch.cache import saving
-        from kvsketch.cli.watching import load_quick
+        from kvsketch.cli.progress import load_quick
 
         if not path.is_file():
             raise FileNotFoundError(f"there is no file {path}; make one with `kvsketch read FILE --out {path}`")
@@ -251,7 +251,7 @@ class Talk:
     def answer(self, question: str, options: dict[str, Any]) -> None:
         """Streams the answer; the conversation goes on behind it, also when it is stopped."""
         import kvsketch
-        from kvsketch.cli.watching import Stoppable, StoppedByUser
+        from kvsketch.cli.progress import Stoppable, StoppedByUser
         from kvsketch.decode import asking
 
         inputs = asking.question_inputs(self.tokenizer, self.cache, question).to(self.model.device)
@@ -281,7 +281,7 @@ class Talk:
 
 
 def _held(model: Any, cache: Any) -> str:
-    from kvsketch.serve.held import full_cache_bytes
+    from kvsketch.serve.summary import full_cache_bytes
 
     held, full = cache.device_bytes + cache.host_bytes, full_cache_bytes(model, cache.tokens_seen)
     share = f", {held / full:.0%} of the full cache's {megabytes(full)}" if full else ""

@@ -111,7 +111,7 @@ def compare(
         raise ValueError("--question is empty; ask something about the file")
     text = "" if file is None else file_text(file)
 
-    from kvsketch.cli.watching import load_quick
+    from kvsketch.cli.progress import load_quick
 
     room = None if memory is None else parsed(memory)
     chosen = contenders(methods, budgets, budgets_in)

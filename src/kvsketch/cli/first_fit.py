@@ -22,7 +22,7 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import prefill
 from kvsketch.cli.options import Fit
 from kvsketch.cli.output import megabytes, remarks
-from kvsketch.cli.watching import fit_bar
+from kvsketch.cli.progress import fit_bar
 from kvsketch.decode.asking import repeat_instruction
 from kvsketch.defaults import CPU_FEWEST_TOKENS, CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
 from kvsketch.doubt_threshold import DoubtThreshold

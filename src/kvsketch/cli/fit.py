@@ -130,7 +130,7 @@ def _known(path: Path, cache: Any, again: bool) -> Any:
 
 def _threshold(model: Any, tokenizer: Any, whole: list[str], questions: int, catch: float) -> DoubtThreshold | None:
     """The threshold of doubt; None, and a line that says why, where the questions choose none."""
-    from kvsketch.cli.watching import fit_bar
+    from kvsketch.cli.progress import fit_bar
     from kvsketch.compare import doubt
     from kvsketch.models.texts import DOORS
 

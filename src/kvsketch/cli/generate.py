@@ -78,7 +78,7 @@ def _rate(tokens_per_second: float | None) -> str:
 
 
 @dataclass(frozen=True)
-class Asked:
+class DocumentAndPrompt:
     """What to read and what to ask: a document and a question, or only a prompt."""
 
     document: str | None
@@ -147,7 +147,7 @@ def generate(
 
     import kvsketch
     from kvsketch.cache.chunks import require_stream
-    from kvsketch.cli.watching import load_quick
+    from kvsketch.cli.progress import load_quick
 
     parsed = kvsketch.parse_method(method or WHOLE)
     reading: dict[str, Any] = {"prefill": prefill or "exact", "chunk": chunk or CHUNK}
@@ -184,9 +184,9 @@ class Run:
         self.name, self.model, self.tokenizer, self.cache = name, model, tokenizer, cache
         self.options, self.seed, self.show = options, seed, show
 
-    def answer(self, request: Asked, save: Path | None, raw: bool) -> Generation:
-        from kvsketch.cli.watching import PeakMemory
-        from kvsketch.serve.held import full_cache_bytes
+    def answer(self, request: DocumentAndPrompt, save: Path | None, raw: bool) -> Generation:
+        from kvsketch.cli.progress import PeakMemory
+        from kvsketch.serve.summary import full_cache_bytes
 
         inputs = self._inputs(request, raw, reads_first=save is not None)
         before = self.cache.tokens_seen
@@ -198,7 +198,9 @@ class Run:
             self.cache.text.open = True
             self.cache.save(save)
             remarks().print(f"saved {save}", markup=False, soft_wrap=True)
-            inputs = None if request.prompt is None else self._inputs(Asked(None, request.prompt), raw, False)
+            inputs = (
+                None if request.prompt is None else self._inputs(DocumentAndPrompt(None, request.prompt), raw, False)
+            )
         if inputs is not None:
             new, more, writing = self._write(inputs)
             reading += more
@@ -225,7 +227,7 @@ class Run:
             doubt=None if self.cache.watched is None else round(self.cache.doubt()[0], 4),
         )
 
-    def _inputs(self, request: Asked, raw: bool, reads_first: bool) -> Any:
+    def _inputs(self, request: DocumentAndPrompt, raw: bool, reads_first: bool) -> Any:
         """Inputs of the model; with `reads_first` only the document, for a question that comes later."""
         from kvsketch import models
         from kvsketch.decode import asking
@@ -243,7 +245,7 @@ class Run:
     def _read(self, ids: Any) -> float:
         """Reads a document; the seconds it took."""
         import kvsketch
-        from kvsketch.cli.watching import reading_bar
+        from kvsketch.cli.progress import reading_bar
 
         start = time.perf_counter()
         with reading_bar(self.cache, ids.shape[1]):
@@ -254,7 +256,7 @@ class Run:
     def _write(self, inputs: Any) -> tuple[Any, float, float]:
         """New tokens, and the seconds of reading and of writing."""
         import kvsketch
-        from kvsketch.cli.watching import Stoppable, reading_bar
+        from kvsketch.cli.progress import Stoppable, reading_bar
 
         start, prompt_tokens = time.perf_counter(), inputs["input_ids"].shape[1]
         with reading_bar(self.cache, prompt_tokens) as bar:
@@ -269,7 +271,7 @@ class Run:
         return output[0, prompt_tokens:], began - start, end - began
 
 
-def read_request(prompt: str | None, files: list[Path], loaded: bool = False, saved: bool = False) -> Asked:
+def read_request(prompt: str | None, files: list[Path], loaded: bool = False, saved: bool = False) -> DocumentAndPrompt:
     """The texts of the given files, or of a pipe; ValueError if there is nothing to read."""
     # With a named file standard input is not read: it may belong to a shell loop over files.
     piped = not files and not loaded and sys.stdin is not None and not sys.stdin.isatty()
@@ -285,8 +287,8 @@ def read_request(prompt: str | None, files: list[Path], loaded: bool = False, sa
         missing = "--load needs a question" if loaded else "there is no prompt"
         raise ValueError(f"{missing}; give one{'' if loaded else ', --file FILE'}, or - to read standard input")
     if document is None:
-        return Asked(None, prompt)
-    return Asked(None, document) if prompt is None and not saved else Asked(document, prompt)
+        return DocumentAndPrompt(None, prompt)
+    return DocumentAndPrompt(None, document) if prompt is None and not saved else DocumentAndPrompt(document, prompt)
 
 
 def file_text(file: Path) -> str:

@@ -100,7 +100,7 @@ def serve(
         raise ImportError(f"{NEEDS} ({error})") from None
     from kvsketch.cache.chunks import require_stream
     from kvsketch.cli.first_fit import fit_first, with_auto
-    from kvsketch.cli.watching import load_quick
+    from kvsketch.cli.progress import load_quick
     from kvsketch.serve.doubtful import require_doubtful
     from kvsketch.serve.spans import parse_shares
 

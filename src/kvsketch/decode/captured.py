@@ -215,7 +215,7 @@ def _stream(streamer: Any, token: Tensor) -> None:
         streamer.put(token.squeeze(1).cpu())
 
 
-class Aside:
+class SideStream:
     """The branch of a captured step on which layers compress while the model goes on: nobody reads a layer's slots
     again before the next step. On a CPU they follow one another.
     """
@@ -253,13 +253,13 @@ class Aside:
 
 
 @contextlib.contextmanager
-def aside(layers: Sequence[SlotLayer]) -> Iterator[None]:
+def side_stream(layers: Sequence[SlotLayer]) -> Iterator[None]:
     """Inside the block the layers compress aside; the branches meet again at its end."""
-    branch, forward = Aside([layer.table for layer in layers]), layers[0].forward
+    branch, forward = SideStream([layer.table for layer in layers]), layers[0].forward
     for table in branch.tables:
         table.forward.advancing = branch.advancing
     try:
-        with forward.during(aside=branch):
+        with forward.during(side_stream=branch):
             yield
     finally:
         branch.join()
@@ -348,7 +348,7 @@ class Step:
                 self.graph = None
         elif self.steps < WARM_UP_STEPS or not bounded:
             # As it will be recorded: a program that is first loaded during a capture may break it.
-            with aside(self.layers) if bounded else contextlib.nullcontext():
+            with side_stream(self.layers) if bounded else contextlib.nullcontext():
                 self._forward(bounded)
         else:
             if self.graph is None:
@@ -384,7 +384,7 @@ class Step:
     def _record(self) -> Any:
         """Captures one step. Capture does not run it, so the host's counters are put back."""
         self.addresses = self._addresses()
-        with recording(self.token.device) as graph, aside(self.layers):
+        with recording(self.token.device) as graph, side_stream(self.layers):
             self._forward(bounded=True)
         for layer in self.layers:
             in_place.count_recorded(layer.table)

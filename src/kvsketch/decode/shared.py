@@ -23,7 +23,7 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.memory import in_tokens
 from kvsketch.cache.streaming import prefill
-from kvsketch.decode.captured import WARM_UP_STEPS, aside, read_token, recording, turn_of
+from kvsketch.decode.captured import WARM_UP_STEPS, read_token, recording, side_stream, turn_of
 from kvsketch.decode.sampling import Draw
 from kvsketch.defaults import SEED
 from kvsketch.methods import parse_method
@@ -33,7 +33,7 @@ from kvsketch.methods.replay import sink_keys
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots import packing
 from kvsketch.slots import rows as table_rows
-from kvsketch.slots.codes import LEAST, PlainSlots
+from kvsketch.slots.codes import MIN_TOKENS_TO_QUANTISE, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument
 from kvsketch.slots.heads import spread_over
 from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, Rows, bytes_of_row, slots_within
@@ -160,7 +160,7 @@ class SharedRows:
         """Shared tables like those of a short text, and the size of the vocabulary."""
         cache = CompressedCache(self.model, self.method, seed=self.seed)
         # Heads get their sizes after a prompt, and what waits for the next time comes token by token.
-        for count in (LEAST, 1) if self.method.ragged else (1,):
+        for count in (MIN_TOKENS_TO_QUANTISE, 1) if self.method.ragged else (1,):
             logits = prefill(self.model, torch.zeros(1, count, dtype=torch.int64, device=self.device), cache)
         singles = [layer.table for layer in cache.slot_layers]
         self.documents = self.documents and singles[0].can_be_document
@@ -363,7 +363,7 @@ class Batch:
         table_rows.count_to(self.tables, seen)
         self.shared.store.before_step(self.tables)
         if self.graph is None or eager or any(self.shared.method.maintenance_due(table) for table in self.tables):
-            with aside(self.cache.slot_layers) if eager else contextlib.nullcontext():
+            with side_stream(self.cache.slot_layers) if eager else contextlib.nullcontext():
                 self._forward()
         else:
             self.graph.replay()
@@ -385,7 +385,7 @@ class Batch:
     def record(self, seen: int) -> None:
         """Captures the step and the choices; nothing of it runs."""
         table_rows.count_to(self.tables, seen)
-        with recording(self.shared.device, self.shared.pool) as self.graph, aside(self.cache.slot_layers):
+        with recording(self.shared.device, self.shared.pool) as self.graph, side_stream(self.cache.slot_layers):
             self._forward()
         self.choosing = []
         for mode in range(3):

@@ -12,8 +12,8 @@ A method that drops tokens has three parts:
 | part   | what it says                      | files                                                                   |
 |--------|-----------------------------------|-------------------------------------------------------------------------|
 | score  | how much a token is worth         | `received.py` votes and heavy hitters, `replay.py`, `expected.py`       |
-| divide | who shares a budget               | `divide.py`: a head, a layer, the model, a floor                        |
-| keep   | what happens to the tokens        | `keep.py` evicts, `waiting.py` keeps them until enough wait, `rehearse` |
+| divide | who shares a budget               | `allocation.py`: a head, a layer, the model, a floor                    |
+| keep   | what happens to the tokens        | `evict.py`, `waiting.py` keeps them until enough wait, `rehearse`       |
 
     snapkv, pyramidkv    votes of the last queries + evict       kvzip       replay of the model + keep when enough wait
     h2o, keyformer       heavy hitters + evict                   expected    normal distribution + keep when enough wait

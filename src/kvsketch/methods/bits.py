@@ -22,7 +22,7 @@ from kvsketch import ops
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots import coding
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.codes import FEW, LEAST, MANY, MOST_MANY, coded
+from kvsketch.slots.codes import FEW, MANY, MIN_TOKENS_TO_QUANTISE, MOST_MANY, coded
 from kvsketch.slots.heads import mean_over_heads
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetched
@@ -38,7 +38,7 @@ def note_rounding(table: SlotTable, queries: Tensor) -> None:
         return
     pads = left_padding.of_rows(table.padding, len(queries))
     # Rows that are too short for codes are exact.
-    long = [row for row, pad in enumerate(pads) if table.seen - pad >= LEAST] or [0]
+    long = [row for row, pad in enumerate(pads) if table.seen - pad >= MIN_TOKENS_TO_QUANTISE] or [0]
     rows = [long[at] for at in torch.linspace(0, len(long) - 1, min(ROWS, len(long))).long().tolist()]
     sums = torch.stack([_moved(table, queries, row) for row in rows]).sum(0)  # [2, H]
     moved, size = mean_over_heads(sums, table)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from kvsketch.slots.codes import FewBits
+from kvsketch.slots.codes import QuantBits
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Capabilities:
         """That which a parameter asks for; supported where it asks for none."""
         return self.named().get(OPTIONS.get(option, ""), SUPPORTED)
 
-    def stored_in(self, bits: FewBits) -> Capabilities:
+    def stored_in(self, bits: QuantBits) -> Capabilities:
         """The same for keys and values in so many bits."""
         if bits.keys == bits.values:
             return self

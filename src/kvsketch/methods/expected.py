@@ -10,9 +10,9 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch.methods.allocation import HEAD
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
-from kvsketch.methods.divide import HEAD
 from kvsketch.methods.parameters import option
 from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
 from kvsketch.slots import packing

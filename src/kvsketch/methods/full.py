@@ -12,7 +12,7 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.slots import in_place, packing
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.codes import PLAIN
+from kvsketch.slots.codes import UNQUANTISED
 from kvsketch.slots.table import SlotTable
 
 
@@ -30,7 +30,7 @@ class Full(Method):
     @property
     def declared(self) -> Capabilities:
         few_bits = SUPPORTED
-        if PLAIN in self.stored_bits.pair:
+        if UNQUANTISED in self.stored_bits.pair:
             few_bits = no("keys or values in 16 bits are what vLLM keeps by itself; use bits=4 or bits=8")
         return replace(
             super().declared,

@@ -13,7 +13,7 @@ from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Budget, Size, Tokens, where
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
-from kvsketch.methods.keep import bound_to_budget, close_slots, evict
+from kvsketch.methods.evict import bound_to_budget, close_slots, evict
 from kvsketch.methods.parameters import Removed, option
 from kvsketch.ops.farthest_first import FORMS
 from kvsketch.slots.bytes import LayerShape

@@ -9,11 +9,11 @@ from typing import Any, ClassVar, NamedTuple, Self
 
 from kvsketch.ops.codec import BITS
 from kvsketch.ops.codec.basis import LEARNED_BITS, Bases
-from kvsketch.slots.codes import AUTO, FEW, PLAIN, FewBits
+from kvsketch.slots.codes import AUTO, FEW, UNQUANTISED, QuantBits
 
 BY_PROMPT = "auto"
-BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {PLAIN} for the dtype of the model"
-RANDOM, LEARNED, LEARNED_KEYS = "random", "learned", "learned-keys"  # directions of vectors in few bits
+BIT_CHOICES = f"{', '.join(map(str, BITS))}, or {UNQUANTISED} for the dtype of the model"
+RANDOM, LEARNED, LEARNED_KEYS = "random", "learned", "learned-keys"  # directions of quantised vectors
 BASES = (RANDOM, LEARNED, LEARNED_KEYS)
 BASIS_MEANING = (
     "directions in which keys and values are rounded: random ones, or those that `kvsketch fit` has learned, for keys "
@@ -63,7 +63,7 @@ class Parameters:
     name: ClassVar[str]
     removed: ClassVar[Mapping[str, Removed]] = {}  # parameters that it had
 
-    bits: int | str = option(PLAIN, BITS_MEANING, kw_only=True)
+    bits: int | str = option(UNQUANTISED, BITS_MEANING, kw_only=True)
     key_bits: int | str | None = option(None, "bits of a key, where they differ", kw_only=True)
     value_bits: int | None = option(None, "bits of a value, where they differ", kw_only=True)
     basis: str = option(RANDOM, BASIS_MEANING, BASES, kw_only=True)
@@ -79,7 +79,7 @@ class Parameters:
             self._require("seed", isinstance(getattr(self, "seed"), int), "a whole number")  # noqa: B009
         for name in ("bits", "key_bits", "value_bits"):
             value, chosen = getattr(self, name), name != "value_bits"
-            whole = isinstance(value, int) and value in (*BITS, PLAIN)
+            whole = isinstance(value, int) and value in (*BITS, UNQUANTISED)
             kind = "" if isinstance(value, int) else f"a whole number, not {value!r}: "
             known = whole or (chosen and value == BY_PROMPT) or (value is None and name != "bits")
             self._require(name, known, kind + f"{BY_PROMPT}, " * chosen + BIT_CHOICES)
@@ -97,11 +97,11 @@ class Parameters:
                 )
 
     @property
-    def stored_bits(self) -> FewBits:
+    def stored_bits(self) -> QuantBits:
         """Bits of a stored key and of a stored value."""
         keys = self.bits if self.key_bits is None else self.key_bits
         values = self.bits if self.value_bits is None else self.value_bits
-        return FewBits(
+        return QuantBits(
             AUTO if keys == BY_PROMPT else int(keys), FEW if values == BY_PROMPT else int(values), self.bases
         )
 

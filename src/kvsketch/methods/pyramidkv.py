@@ -7,9 +7,9 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from kvsketch.methods.allocation import HEAD, LAYER, MODEL
 from kvsketch.methods.budget import Budget, Tokens, clamp, where
 from kvsketch.methods.capabilities import NOT_MEASURED, Capabilities
-from kvsketch.methods.divide import HEAD, LAYER, MODEL
 from kvsketch.methods.parameters import option
 from kvsketch.methods.snapkv import SnapKV
 from kvsketch.slots.positions import TEXT

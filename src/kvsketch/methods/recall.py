@@ -148,7 +148,7 @@ class RecallingMethod(Method, ABC):
         if table.new_tokens > 1:
             self._note_row_budgets(table)
         self.index(table)
-        too_short = table.context.bits and table.seen < codes.LEAST
+        too_short = table.context.bits and table.seen < codes.MIN_TOKENS_TO_QUANTISE
         if self.offload == "none" or too_short:
             return
         if table.context.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):

@@ -19,11 +19,11 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.allocation import HEAD, LAYER, MODEL, SHARES, capacities, claim
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
-from kvsketch.methods.divide import HEAD, LAYER, MODEL, SHARES, capacities, claim
-from kvsketch.methods.keep import EvictingMethod, evict, keep_best
+from kvsketch.methods.evict import EvictingMethod, evict, keep_best
 from kvsketch.methods.parameters import Removed, option
 from kvsketch.ops.attention_mass import is_plain
 from kvsketch.slots.bytes import LayerShape

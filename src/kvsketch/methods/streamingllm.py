@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from kvsketch.methods.budget import Size
 from kvsketch.methods.capabilities import Capabilities
-from kvsketch.methods.keep import EvictingMethod
+from kvsketch.methods.evict import EvictingMethod
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kvsketch import ops
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Tokens
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities
-from kvsketch.methods.keep import bound_to_budget, evict
+from kvsketch.methods.evict import bound_to_budget, evict
 from kvsketch.methods.parameters import SEED, option
 from kvsketch.slots import in_place
 from kvsketch.slots.bytes import LayerShape
@@ -21,7 +21,7 @@ from kvsketch.slots.table import SlotTable
 
 # With so many expected samples a stratum is empty with probability 2%: then nothing would stand for its tokens.
 SMALLEST = 4.0
-NEVER = 1 << 62
+NO_LIMIT = 1 << 62
 
 
 @dataclass
@@ -102,7 +102,7 @@ class Uniform(BudgetedMethod):
             seen = like[:, 0] - table.new_tokens
             starts = (now[:, :1] > before[:, :1]) & (seen > before[:, :1])
             if bool(starts.any()):
-                start = torch.where(starts, (seen - before[:, 1:]).clamp_min(self.sinks), NEVER)
+                start = torch.where(starts, (seen - before[:, 1:]).clamp_min(self.sinks), NO_LIMIT)
                 state.strata = torch.cat([state.strata, start], 1).sort(-1).values
 
     def _reweigh(self, table: SlotTable, recent: Tokens) -> None:

@@ -20,17 +20,17 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.methods.allocation import MODEL, SHARES, winners
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.bits import settle_bits
 from kvsketch.methods.budget import Size, Tokens, row_prompts
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
-from kvsketch.methods.divide import MODEL, SHARES, winners
-from kvsketch.methods.keep import layouts
+from kvsketch.methods.evict import layouts
 from kvsketch.methods.parameters import option
 from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.slots import coding, in_place, packing, rollback
 from kvsketch.slots.bytes import LayerShape, bytes_beside
-from kvsketch.slots.codes import LEAST
+from kvsketch.slots.codes import MIN_TOKENS_TO_QUANTISE
 from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
@@ -129,7 +129,7 @@ class Queue:
     @property
     def due(self) -> bool:
         """Whether the tokens that wait are decided after this forward: a first prompt is, if long enough for codes."""
-        table, least = self.table, LEAST if self.table.context.bits else 2
+        table, least = self.table, MIN_TOKENS_TO_QUANTISE if self.table.context.bits else 2
         if table.settled_at is not None:
             return False  # rows that come and go: `WaitingMethod.catch_up`
         if self.count >= self.method.most_waiting:
@@ -361,7 +361,9 @@ class WaitingMethod(BudgetedMethod):
         each = torch.minimum(seen, prompts) * total // prompts
         each = torch.maximum(each, torch.zeros_like(each) + sinks + recent)
         # Beside longer rows a text that is too short to be decided stays whole, as it does alone.
-        return torch.where(seen < LEAST, torch.maximum(each, seen), each) if table.context.bits else each
+        return (
+            torch.where(seen < MIN_TOKENS_TO_QUANTISE, torch.maximum(each, seen), each) if table.context.bits else each
+        )
 
     def keep_chosen(self, tables: Sequence[SlotTable], chosen: Sequence[Tensor]) -> None:
         """Keeps the chosen slots [B, H, S] as they are, with room for those that will wait (asks once)."""

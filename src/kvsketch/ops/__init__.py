@@ -29,20 +29,20 @@ writing slots
     reservoir            the last token that fired in each slot of a sample
     fold_token           one token into SubGen's clusters and samples
     balance_walk         signs that split a block into halves with almost equal attention sums
-    keep_queries         some queries of new tokens in few bits, until the tokens are rehearsed; kept_queries: back
+    keep_queries         some quantised queries of new tokens, until the tokens are rehearsed; kept_queries: back
     hot_rows             rows of a store in host memory, copied to places on the device
-    take_rows_of         rows of several matrices, copied into one (take_rows)
+    gather_rows_of       rows of several matrices, copied into one (gather_rows)
     work_list            which program reads which slots of heads that differ in size, decided on the device
 fitting slots
     refit_steps          steps of many small least-squares problems at once
 few bits
     codec                vectors in 8, 4, 3 or 2 bits, which weighted_attention reads as they are
-    token_blocks         tokens in few bits in blocks that requests share: written by slot, read through a table
+    token_blocks         quantised tokens in blocks that requests share: written by slot, read through a table
 random numbers
     uniform, gumbel      draws that depend only on seed and coordinates
 parts of a model's decode step, called by their kernels (`kernel_for`)
     decoder_layer        norm, rotary embedding, gated SiLU
-    thin_linear          products of a few rows with large weights
+    skinny_matmul        products of a few rows with large weights
 
 Each operation is a package: `__init__.py` (signature, meaning, checks, letters in shapes), `reference.py`
 (the definition in torch) and `kernel.py` (Triton: launch sizes, launches, programs), some with `native.py` (in C for a
@@ -61,6 +61,7 @@ from kvsketch.ops.cluster_index import cluster_index, cluster_means
 from kvsketch.ops.common.dispatch import kernel_for
 from kvsketch.ops.farthest_first import farthest_first
 from kvsketch.ops.fold_token import fold_token
+from kvsketch.ops.gather_rows import gather_rows_of
 from kvsketch.ops.hot_rows import hot_rows
 from kvsketch.ops.indexed_attention import indexed_attention
 from kvsketch.ops.join_attention import Part, join_attention
@@ -78,7 +79,6 @@ from kvsketch.ops.rotate_queries import rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_token
-from kvsketch.ops.take_rows import take_rows_of
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
@@ -98,6 +98,7 @@ __all__ = [
     "farthest_first",
     "fold_token",
     "free_lowest",
+    "gather_rows_of",
     "gumbel",
     "hot_rows",
     "indexed_attention",
@@ -118,7 +119,6 @@ __all__ = [
     "rotate_queries",
     "select_clusters",
     "select_pages",
-    "take_rows_of",
     "uniform",
     "weighted_attention",
     "widen_pages",

@@ -5,7 +5,7 @@ engine.py       the engine: rows that join and leave over one decode step, or ta
 pace.py         how much of a prompt is read between two tokens of the requests that run
 schedule.py     who waits, whose prompt is read and who runs
 caches.py       the caches that requests read their prompts into
-own_steps.py    decode steps of a request that shares no tables with others
+unbatched.py    decode steps of a request that shares no tables with others
 tokens.py       tokens on their way to the host, and what grammars make of them
 grammar.py      answers that must follow a grammar
 tools.py        tools that a model may call, and its calls
@@ -14,7 +14,7 @@ spans.py        which tokens of a chat are what: tool results, thinking and so o
 chats.py        caches of chats between two turns
 documents.py    texts that are read once and kept on disk
 doubtful.py     answers in doubt, asked again of the full cache
-held.py         what a cache holds of a text, for people
+summary.py      what a cache holds of a text, for people
 files.py        the text of a file
 convert.py      the text of a PDF, Office file, book or HTML page, run in a process of its own
 schema.py       what OpenAI's clients may send

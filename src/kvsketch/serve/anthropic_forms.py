@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
-from kvsketch.serve.forms import Piece
+from kvsketch.serve.forms import AnswerPart
 from kvsketch.serve.schema import ApiError
 from kvsketch.serve.service import Answer
 from kvsketch.serve.tools import Call
@@ -27,7 +27,7 @@ class MessageForm:
         self._blocks: list[dict[str, Any]] = []
         self._growing = False  # whether the last block is a text that may still grow
 
-    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
+    def whole(self, answer: Answer, texts: Sequence[Sequence[AnswerPart]]) -> str:
         for piece in texts[0]:
             self.piece(answer, piece)
         last = texts[0][-1]
@@ -38,7 +38,7 @@ class MessageForm:
         usage = message_usage(answer, begun=False)
         return [_event("message_start", message={**_head(answer), **started, "usage": usage})]
 
-    def piece(self, answer: Answer, piece: Piece) -> str:
+    def piece(self, answer: Answer, piece: AnswerPart) -> str:
         events = [*self._text(piece.text), *(event for call in piece.calls for event in self._call(call))]
         if piece.reason is not None:
             events += [] if self._blocks else self._open({"type": "text", "text": ""})
@@ -95,7 +95,7 @@ def _head(answer: Answer) -> dict[str, Any]:
     return {"id": answer.id, "type": "message", "role": "assistant", "model": answer.asked.model}
 
 
-def _stop(last: Piece) -> dict[str, Any]:
+def _stop(last: AnswerPart) -> dict[str, Any]:
     """Why an answer ended."""
     string = last.choice.text.stop_string
     if last.reason == "stop" and string is not None:

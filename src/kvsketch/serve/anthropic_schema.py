@@ -12,7 +12,7 @@ from pydantic import Field, field_validator, model_validator
 
 from kvsketch.decode.asking import GAP
 from kvsketch.serve.schema import (
-    ChatAsked,
+    ChatRequest,
     Conversation,
     FunctionCall,
     Lenient,
@@ -103,7 +103,7 @@ def _tool(value: Any) -> Any:
     return {"type": "function", "function": {**function, "description": value.get("description")}}
 
 
-class CountAsked(Conversation):
+class CountRequest(Conversation):
     """A conversation whose tokens are counted."""
 
     messages: Annotated[list[Turn], Field(min_length=1)]
@@ -143,10 +143,10 @@ class CountAsked(Conversation):
             raise ValueError("the last message is the assistant's, and this server does not continue answers")
         return value
 
-    def chat(self) -> ChatAsked:
+    def chat(self) -> ChatRequest:
         """The same as a chat."""
         form = None if self.output_config is None else self.output_config.format
-        return as_chat(ChatAsked, self, self._messages(), form)
+        return as_chat(ChatRequest, self, self._messages(), form)
 
     def _messages(self) -> list[Message]:
         """Messages of the same role in a row are one."""
@@ -162,7 +162,7 @@ class CountAsked(Conversation):
         return result
 
 
-class MessagesAsked(CountAsked):
+class MessagesRequest(CountRequest):
     """A conversation that is answered."""
 
     max_tokens: Annotated[int, Field(ge=1, lt=2**63)]
@@ -172,5 +172,5 @@ class MessagesAsked(CountAsked):
     def stops(self) -> list[str]:
         return list(self.stop_sequences or [])
 
-    def chat(self) -> ChatAsked:
+    def chat(self) -> ChatRequest:
         return super().chat().model_copy(update={"stop": self.stops})

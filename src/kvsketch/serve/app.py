@@ -31,20 +31,20 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from kvsketch.serve.anthropic_forms import MessageForm, error_body, error_event, model_info, model_list
-from kvsketch.serve.anthropic_schema import VERSION, CountAsked, MessagesAsked
+from kvsketch.serve.anthropic_schema import VERSION, CountRequest, MessagesRequest
 from kvsketch.serve.connections import CROWDED
 from kvsketch.serve.documents import NotReady, Unknown
 from kvsketch.serve.files import SENT, FileText, Stopped, TooLarge, joined, kind_of, read_file
-from kvsketch.serve.forms import ChatForm, CompletionForm, Form, Piece, ResponseForm
+from kvsketch.serve.forms import AnswerPart, ChatForm, CompletionForm, Form, ResponseForm
 from kvsketch.serve.grammar import Unsatisfiable
 from kvsketch.serve.requests import Full
 from kvsketch.serve.schema import (
+    AnswerRequest,
     ApiError,
-    Asked,
-    ChatAsked,
-    CompletionAsked,
+    ChatRequest,
+    CompletionRequest,
     DocumentSent,
-    ResponseAsked,
+    ResponseRequest,
     did_you_mean,
     named,
     parsed,
@@ -337,15 +337,15 @@ class Routes:
     # answers
 
     async def chat(self, request: Request) -> Response:
-        return await self._answer(request, ChatAsked, self.service.chat, ChatForm(self.service.tokenizer))
+        return await self._answer(request, ChatRequest, self.service.chat, ChatForm(self.service.tokenizer))
 
     async def completion(self, request: Request) -> Response:
         form = CompletionForm(self.service.tokenizer)
-        return await self._answer(request, CompletionAsked, self.service.completion, form)
+        return await self._answer(request, CompletionRequest, self.service.completion, form)
 
     async def response(self, request: Request) -> Response:
         form = ResponseForm(self.service.responses.keep)
-        return await self._answer(request, ResponseAsked, self.service.response, form)
+        return await self._answer(request, ResponseRequest, self.service.response, form)
 
     async def delete_response(self, request: Request) -> Response:
         self.service.responses.delete(number := request.path_params["id"])
@@ -353,11 +353,11 @@ class Routes:
 
     async def message(self, request: Request) -> Response:
         _require_version(request)
-        return await self._answer(request, MessagesAsked, self.service.message, MessageForm())
+        return await self._answer(request, MessagesRequest, self.service.message, MessageForm())
 
     async def count(self, request: Request) -> Response:
         _require_version(request)
-        asked = parsed(CountAsked, await request.body())
+        asked = parsed(CountRequest, await request.body())
         return JSONResponse({"input_tokens": await run_in_threadpool(self.service.count, asked)})
 
     async def missing(self, request: Request) -> Response:
@@ -366,13 +366,13 @@ class Routes:
     async def _answer(
         self, request: Request, kind: type[Any], start: Callable[[Any], Answer], form: Form | MessageForm
     ) -> Response:
-        asked: Asked = await run_in_threadpool(parsed, kind, await request.body())
+        asked: AnswerRequest = await run_in_threadpool(parsed, kind, await request.body())
         answer = await run_in_threadpool(start, asked)
         gone = asyncio.create_task(_until_gone(request, answer.cancel))
         if asked.stream:
             events = self._events(request, answer, form, gone)
             return StreamingResponse(events, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
-        texts: list[list[Piece]] = [[] for _ in answer.choices]
+        texts: list[list[AnswerPart]] = [[] for _ in answer.choices]
         try:
             async for piece in _pieces(answer):
                 if piece is not None:
@@ -564,7 +564,7 @@ def _progress(answer: Answer) -> str:
     return f": {read} of {tokens} tokens read\n\n"
 
 
-async def _pieces(answer: Answer) -> AsyncIterator[Piece | None]:
+async def _pieces(answer: Answer) -> AsyncIterator[AnswerPart | None]:
     """The texts of an answer as they come, each with a last piece that has a reason; None when nothing came
     for a while. ApiError where one of them failed.
     """
@@ -600,20 +600,20 @@ async def _pieces(answer: Answer) -> AsyncIterator[Piece | None]:
         limit.cancel()
 
 
-def _grown(choice: Choice, token: int | None, waiting: list[Any]) -> Piece | None:
+def _grown(choice: Choice, token: int | None, waiting: list[Any]) -> AnswerPart | None:
     """What one more token adds to a text, or with None its end; nothing while it cannot be shown."""
     if token is None:
         reason = _reason(choice)
-        return _with_calls(Piece(choice, choice.text.end(), waiting, reason=reason))
+        return _with_calls(AnswerPart(choice, choice.text.end(), waiting, reason=reason))
     if choice.ticket.likely:
         waiting.append((token, choice.ticket.likely[choice.tokens]))
     choice.tokens += 1
     text = choice.text.put(token)
-    piece = _with_calls(Piece(choice, text, waiting, reason="stop" if choice.text.stopped else None))
+    piece = _with_calls(AnswerPart(choice, text, waiting, reason="stop" if choice.text.stopped else None))
     return piece if piece.text or piece.calls or piece.reason is not None else None
 
 
-def _with_calls(piece: Piece) -> Piece:
+def _with_calls(piece: AnswerPart) -> AnswerPart:
     """The calls of tools apart from the text, where there are tools."""
     reader = piece.choice.calls
     if reader is None:

@@ -34,7 +34,7 @@ from kvsketch.serve.schedule import Run
 # The method of their caches: exact but for what is compacted, and nothing waits beside the tokens themselves.
 CHAT = "rehearse:wait=compact:replay=exact:bits=16"
 Chunks = Generator[tuple[int, Tensor], None, None]  # of a prompt that is read: tokens so far, logits
-LEAST = 16  # tokens that a transcript shares with a cache, or it is another chat
+MIN_SHARED_TOKENS = 16  # tokens that a transcript shares with a cache, or it is another chat
 
 
 @dataclass
@@ -164,7 +164,7 @@ class Chats:
         shared = {id(chat): common(chat.ids, first) for chat in held}
         for chat in sorted(held, key=lambda chat: -shared[id(chat)]):
             tokens = shared[id(chat)]
-            if tokens < LEAST:
+            if tokens < MIN_SHARED_TOKENS:
                 break
             if chat.serves(tokens, spans) and went_back(chat.cache, tokens):
                 self._held.remove(chat)

@@ -1,8 +1,9 @@
 """Connections that cost nothing while they are open must not keep others out: time limits, and a limit per address.
 
 uvicorn waits for ever for the rest of a request, and for a client to take its answer. Here a request has to come within
-`Patience`, and when there are too many connections, of one address or in all, those whose request is not complete go
-first. So whoever sends a request at once is heard, and `/health` is answered however many answers are running.
+`ConnectionLimits`, and when there are too many connections, of one address or in all, those whose request is not
+complete go first. So whoever sends a request at once is heard, and `/health` is answered however many answers are
+running.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ CROWDED = "kvsketch.crowded"  # the extension of a scope that carries why only /
 
 
 @dataclass(frozen=True)
-class Patience:
+class ConnectionLimits:
     """How long and for how many connections a server waits."""
 
     headers: float = 10
@@ -51,13 +52,13 @@ def most_connections() -> int:
     return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] // 2)
 
 
-def protocol(patience: Patience) -> type[H11Protocol]:
+def protocol(limits: ConnectionLimits) -> type[H11Protocol]:
     """The class of connections for uvicorn, with this patience."""
-    return type("PatientProtocol", (_Connection,), {"patience": patience})
+    return type("PatientProtocol", (_Connection,), {"limits": limits})
 
 
 class _Connection(H11Protocol):
-    patience: Patience
+    limits: ConnectionLimits
 
     def __init__(self, *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
@@ -83,11 +84,11 @@ class _Connection(H11Protocol):
         super().on_response_complete()
         self._watch()
         if self.transport.is_closing():
-            self._set("reader", self.patience.reader, self.transport.abort)
+            self._set("reader", self.limits.reader, self.transport.abort)
 
     def pause_writing(self) -> None:
         super().pause_writing()
-        self._set("reader", self.patience.reader, self.transport.abort)
+        self._set("reader", self.limits.reader, self.transport.abort)
 
     def resume_writing(self) -> None:
         super().resume_writing()
@@ -111,9 +112,9 @@ class _Connection(H11Protocol):
 
     def _left(self) -> float:
         """Seconds that the awaited part of a request may still take."""
-        whole = self.patience.headers
+        whole = self.limits.headers
         if self._part is h11.SEND_BODY:
-            whole = self.patience.body + self._arrived / SLOWEST
+            whole = self.limits.body + self._arrived / SLOWEST
         return self._since + whole - self.loop.time()
 
     def _look(self) -> None:
@@ -155,10 +156,10 @@ class _Connection(H11Protocol):
     def _make_room(self) -> None:
         everyone = self._others()
         near = [each for each in everyone if each._network == self._network]
-        _thin(near, self.patience.per_address, self.patience.grace)
-        _thin(everyone, self.patience.connections, self.patience.grace)
-        _thin(everyone, self.patience.connections + SPARE, 0)
-        if len(self._others()) > self.patience.connections + SPARE:
+        _thin(near, self.limits.per_address, self.limits.grace)
+        _thin(everyone, self.limits.connections, self.limits.grace)
+        _thin(everyone, self.limits.connections + SPARE, 0)
+        if len(self._others()) > self.limits.connections + SPARE:
             self.transport.abort()
 
     def _others(self) -> list[_Connection]:
@@ -174,10 +175,10 @@ class _Connection(H11Protocol):
         """Why another request cannot be answered; unfinished ones do not count, they make room themselves."""
         busy = [each for each in self._others() if not each.unfinished and each is not self]
         told: dict[str, Any] = {"code": "too_many_connections", "retry_after": 2}
-        if sum(each._network == self._network for each in busy) >= self.patience.per_address:
-            return ApiError(429, f"{self.patience.per_address:,} requests from this address are being answered", **told)
-        if len(busy) >= self.patience.connections:
-            return ApiError(503, f"{self.patience.connections:,} requests are being answered", **told)
+        if sum(each._network == self._network for each in busy) >= self.limits.per_address:
+            return ApiError(429, f"{self.limits.per_address:,} requests from this address are being answered", **told)
+        if len(busy) >= self.limits.connections:
+            return ApiError(503, f"{self.limits.connections:,} requests are being answered", **told)
         return None
 
 

@@ -48,7 +48,7 @@ from kvsketch.defaults import CHUNK
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import Rehearse, with_replay
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
-from kvsketch.serve import held
+from kvsketch.serve import summary
 from kvsketch.serve.caches import WHOLE, GivenUp, WatchedCache
 from kvsketch.serve.requests import Full, not_finite
 
@@ -228,8 +228,8 @@ class DocumentStore:
             return self._loaded[number]
 
     def passages(self, number: str) -> list[list[int]]:
-        """Which passages of the text the cache holds (`held.passages`)."""
-        return held.passages(self.tokenizer, self.text(number), self.cache(number))
+        """Which passages of the text the cache holds (`summary.passages`)."""
+        return summary.passages(self.tokenizer, self.text(number), self.cache(number))
 
     def places(self, number: str) -> list[tuple[int, str]]:
         """Where the pages of a document begin: [first character, name] of each."""
@@ -470,7 +470,7 @@ class DocumentStore:
         if not bool(logits.amax().isfinite()):
             raise not_finite("the document", self.model)
         cache.text.open, cache.watch = True, None
-        result = held.summary(self.model, cache)
+        result = summary.of_cache(self.model, cache)
         seconds = round(time.perf_counter() - start, 3)
         write_json(path / "held.json", {**result, "seconds": seconds})
         if (path / "cache.kvs").is_symlink():

@@ -49,12 +49,12 @@ from kvsketch.methods.capabilities import SUPPORTED, no
 from kvsketch.serve.caches import Caches, GivenUp, WatchedCache
 from kvsketch.serve.chats import CHAT, Chats, Chunks, Prefix, read_spans, read_turns
 from kvsketch.serve.grammar import STUCK, Unsatisfiable
-from kvsketch.serve.held import FullCache
-from kvsketch.serve.own_steps import OwnSteps
 from kvsketch.serve.pace import PART, PAUSE_CPU, PAUSE_GPU, READ, Pace
 from kvsketch.serve.requests import EngineState, FinishReason, Request, Ticket, not_finite
 from kvsketch.serve.schedule import Run, Schedule
+from kvsketch.serve.summary import FullCache
 from kvsketch.serve.tokens import Tokens, guide_rows
+from kvsketch.serve.unbatched import UnbatchedSteps
 from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.pauses import letting
 
@@ -146,7 +146,7 @@ class BatchedEngine:
         self.chats_go_on = chat_bytes > 0 and not self.method.looks_at_question
         on_gpu = self.device.type == "cuda"
         self._pace = Pace(pause or (PAUSE_GPU if on_gpu else PAUSE_CPU), behind=on_gpu)
-        self._own_steps = OwnSteps(model, fused)
+        self._unbatched = UnbatchedSteps(model, fused)
         self._full_cache = FullCache(model)
         self._counts = Counts()
         self._thread = threading.Thread(target=self._work, name="kvsketch engine", daemon=True)
@@ -432,7 +432,7 @@ class BatchedEngine:
                     # A row that is too short for codes joins before its step is recorded, and is fused until then.
                     short = run.cache.slot_layers[0].table.waits_for_codes
                     capture = not self.batched or short or self._caches.differ(run.cache)
-                    tokens = self._own_steps.take(run, capture)
+                    tokens = self._unbatched.take(run, capture)
                     self._counts.steps += 1
                     self._send(tokens)
             except Exception as error:

@@ -12,7 +12,7 @@ from openai.types.chat import ChatCompletion, ChatCompletionChunk
 from openai.types.responses import Response
 
 from kvsketch.serve.requests import Likely
-from kvsketch.serve.schema import Asked, Conversation, ResponseChat
+from kvsketch.serve.schema import AnswerRequest, Conversation, ResponseChat
 from kvsketch.serve.service import Answer, Choice
 from kvsketch.serve.text import token_bytes, token_text
 from kvsketch.serve.tools import Call
@@ -20,7 +20,7 @@ from kvsketch.serve.usage import chat_usage, response_usage
 
 
 @dataclass
-class Piece:
+class AnswerPart:
     """What a text has grown by, or all of it: the text, its tokens, calls of tools, and at the end the reason."""
 
     choice: Choice
@@ -30,9 +30,9 @@ class Piece:
     reason: Any = None
 
 
-def joined(pieces: Sequence[Piece]) -> Piece:
+def joined(pieces: Sequence[AnswerPart]) -> AnswerPart:
     """A text that has ended."""
-    return Piece(
+    return AnswerPart(
         pieces[0].choice,
         "".join(each.text for each in pieces),
         [token for each in pieces for token in each.tokens],
@@ -51,7 +51,7 @@ class ChatForm:
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = tokenizer
 
-    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
+    def whole(self, answer: Answer, texts: Sequence[Sequence[AnswerPart]]) -> str:
         choices = [
             {
                 "index": each.choice.index, "finish_reason": each.reason, "logprobs": self._logprobs(answer, each),
@@ -66,7 +66,7 @@ class ChatForm:
         delta = {"role": "assistant", "content": ""}
         return [self._chunk(answer, [_started(each.index, delta)]) for each in answer.choices]
 
-    def piece(self, answer: Answer, piece: Piece) -> str:
+    def piece(self, answer: Answer, piece: AnswerPart) -> str:
         delta: dict[str, Any] = {"content": piece.text} if piece.text else {}
         if piece.calls:
             delta["tool_calls"] = [{"index": call.index, **_called(call)} for call in piece.calls]
@@ -79,7 +79,7 @@ class ChatForm:
         last = [self._chunk(answer, [], usage=chat_usage(answer))] if answer.asked.wants_usage else []
         return [*last, "data: [DONE]\n\n"]
 
-    def _logprobs(self, answer: Answer, piece: Piece) -> Any:
+    def _logprobs(self, answer: Answer, piece: AnswerPart) -> Any:
         if answer.asked.alternatives is None:
             return None
         entries = [
@@ -97,7 +97,7 @@ class ChatForm:
         return _event(ChatCompletionChunk.model_validate({**head, "choices": choices, **more}))
 
 
-def _message(whole: Piece) -> dict[str, Any]:
+def _message(whole: AnswerPart) -> dict[str, Any]:
     message: dict[str, Any] = {"role": "assistant", "content": whole.text, "refusal": None}
     if whole.calls:
         message |= {"content": whole.text or None, "tool_calls": [_called(call) for call in whole.calls]}
@@ -119,25 +119,25 @@ class CompletionForm:
         self.tokenizer = tokenizer
         self._said: dict[int, int] = {}  # characters of each text that are out
 
-    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
+    def whole(self, answer: Answer, texts: Sequence[Sequence[AnswerPart]]) -> str:
         choices = [self._choice(answer, joined(each)) for each in texts]
         return _json(self._completion(answer, choices, usage=chat_usage(answer)))
 
     def opening(self, answer: Answer) -> list[str]:
         return []
 
-    def piece(self, answer: Answer, piece: Piece) -> str:
+    def piece(self, answer: Answer, piece: AnswerPart) -> str:
         return _event(self._completion(answer, [self._choice(answer, piece)]))
 
     def closing(self, answer: Answer) -> list[str]:
         last = [_event(self._completion(answer, [], usage=chat_usage(answer)))] if answer.asked.wants_usage else []
         return [*last, "data: [DONE]\n\n"]
 
-    def _choice(self, answer: Answer, piece: Piece) -> dict[str, Any]:
+    def _choice(self, answer: Answer, piece: AnswerPart) -> dict[str, Any]:
         logprobs = None if answer.asked.alternatives is None else self._logprobs(piece)
         return {"index": piece.choice.index, "text": piece.text, "finish_reason": piece.reason, "logprobs": logprobs}
 
-    def _logprobs(self, piece: Piece) -> dict[str, Any]:
+    def _logprobs(self, piece: AnswerPart) -> dict[str, Any]:
         names = [token_text(self.tokenizer, token) for token, _ in piece.tokens]
         offsets, place = [], self._said.get(piece.choice.index, 0)
         for name in names:
@@ -161,12 +161,12 @@ class ResponseForm:
     `keep` is called with the id, what was asked and the items when an answer is complete.
     """
 
-    def __init__(self, keep: Callable[[str, Asked, list[dict[str, Any]]], None] = lambda *_: None) -> None:
+    def __init__(self, keep: Callable[[str, AnswerRequest, list[dict[str, Any]]], None] = lambda *_: None) -> None:
         self.keep = keep
         self._number = 0
         self._items: list[dict[str, Any]] = []
 
-    def whole(self, answer: Answer, texts: Sequence[Sequence[Piece]]) -> str:
+    def whole(self, answer: Answer, texts: Sequence[Sequence[AnswerPart]]) -> str:
         for piece in texts[0]:
             self.piece(answer, piece)
         return _json(self._response(answer, texts[0][-1].reason))
@@ -175,7 +175,7 @@ class ResponseForm:
         begun = self._response(answer)
         return [self._event("created", response=begun), self._event("in_progress", response=begun)]
 
-    def piece(self, answer: Answer, piece: Piece) -> str:
+    def piece(self, answer: Answer, piece: AnswerPart) -> str:
         events = [*self._text(answer, piece.text), *(event for call in piece.calls for event in self._call(call))]
         if piece.reason is not None:
             events += self._end(answer, piece.reason)
@@ -267,7 +267,7 @@ class ResponseForm:
         return f"event: {name}\ndata: {data}\n\n"
 
 
-def _tools(asked: Asked) -> dict[str, Any]:
+def _tools(asked: AnswerRequest) -> dict[str, Any]:
     """The tools of a request, as responses repeat them."""
     assert isinstance(asked, Conversation)
     choice = asked.tool_choice or "auto"
@@ -278,7 +278,7 @@ def _tools(asked: Asked) -> dict[str, Any]:
     }
 
 
-def _settings(asked: Asked) -> dict[str, Any]:
+def _settings(asked: AnswerRequest) -> dict[str, Any]:
     """What else of a request responses repeat."""
     if not isinstance(asked, ResponseChat):
         return {}

@@ -11,7 +11,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
-from kvsketch.serve.schema import ApiError, Asked, InputItem, Message, ResponseChat
+from kvsketch.serve.schema import AnswerRequest, ApiError, InputItem, Message, ResponseChat
 
 MOST_CHARACTERS = 64 * 2**20
 MESSAGE_CHARACTERS = 200  # that a message counts beside its text
@@ -40,7 +40,7 @@ class Responses:
             self._held.move_to_end(number)
             return self._held[number]
 
-    def keep(self, number: str, asked: Asked, items: Sequence[dict[str, Any]]) -> None:
+    def keep(self, number: str, asked: AnswerRequest, items: Sequence[dict[str, Any]]) -> None:
         """Keeps a conversation and the items that answer it, unless it asked not to."""
         assert isinstance(asked, ResponseChat)
         if asked.store is False:

@@ -184,7 +184,7 @@ class StreamOptions(Lenient):
     include_obfuscation: bool = False
 
 
-class Own(Fields):
+class KvsketchFields(Fields):
     """What other servers do not know."""
 
     spans: dict[str, Annotated[str, Field(max_length=64)]] | None = None
@@ -199,7 +199,7 @@ class Own(Fields):
         return {name: data[name] for name in (*cls.model_fields, first) if name in data}
 
     @model_validator(mode="after")
-    def _has_shares(self) -> Own:
+    def _has_shares(self) -> KvsketchFields:
         parse_shares(self.spans or {}, "spans")
         return self
 
@@ -211,7 +211,7 @@ SeveralTexts = Annotated[list[str], Field(min_length=1, max_length=MOST_PROMPTS,
 SeveralTokens = Annotated[list[Tokens], Field(min_length=1, max_length=MOST_PROMPTS, fail_fast=True)]
 
 
-class Asked(Lenient):
+class AnswerRequest(Lenient):
     """What all endpoints share."""
 
     model: Annotated[str, Field(max_length=LONGEST_NAME)]
@@ -246,14 +246,14 @@ class Asked(Lenient):
         return self.stream_options is not None and self.stream_options.include_usage
 
 
-class Conversation(Asked):
+class Conversation(AnswerRequest):
     """What endpoints with tools share."""
 
     tools: Annotated[list[Tool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
     document: Annotated[str, Field(max_length=LONGEST_NAME)] | None = None
-    kvsketch: Own | None = None
+    kvsketch: KvsketchFields | None = None
 
     @field_validator("document", mode="before")
     @classmethod
@@ -287,7 +287,7 @@ class Conversation(Asked):
         return self
 
 
-class ChatAsked(Conversation):
+class ChatRequest(Conversation):
     messages: Annotated[list[Message], Field(min_length=1, fail_fast=True)]
     max_completion_tokens: Annotated[int, Field(ge=1, lt=2**63)] | None = None
     response_format: Format | None = None
@@ -308,13 +308,13 @@ class ChatAsked(Conversation):
         return False
 
     @model_validator(mode="after")
-    def _asks_for_logprobs(self) -> ChatAsked:
+    def _asks_for_logprobs(self) -> ChatRequest:
         if self.top_logprobs and not self.logprobs:
             raise ValueError(f"top_logprobs={self.top_logprobs} needs logprobs=true")
         return self
 
 
-class ResponseChat(ChatAsked):
+class ResponseChat(ChatRequest):
     """The chat that answers a response."""
 
     instructions: str | None = None
@@ -332,7 +332,7 @@ class ResponseChat(ChatAsked):
         return self.truncation == "auto"
 
 
-Chat = TypeVar("Chat", bound=ChatAsked)
+Chat = TypeVar("Chat", bound=ChatRequest)
 
 
 def as_chat(kind: type[Chat], asked: Conversation, messages: list[Message], form: Format | None, **more: Any) -> Chat:
@@ -388,7 +388,7 @@ def _nested(value: Any) -> Any:
     return {"type": "function", "function": {name: each for name, each in value.items() if name != "type"}}
 
 
-class ResponseAsked(Conversation):
+class ResponseRequest(Conversation):
     """A conversation as the newer endpoint takes it."""
 
     input: Annotated[list[InputItem], Field(min_length=1, fail_fast=True)]
@@ -429,7 +429,7 @@ class ResponseAsked(Conversation):
         return result
 
 
-class CompletionAsked(Asked):
+class CompletionRequest(AnswerRequest):
     prompt: str | SeveralTexts | Tokens | SeveralTokens
     logprobs: Annotated[int, Field(ge=0, le=MOST_LOGPROBS)] | None = None
 

@@ -22,12 +22,12 @@ from kvsketch.methods.rehearse import AUTO, with_replay
 from kvsketch.serve import connections
 from kvsketch.serve.address import bind
 from kvsketch.serve.app import LARGEST_BODY, create_app
-from kvsketch.serve.connections import Patience
+from kvsketch.serve.connections import ConnectionLimits
 from kvsketch.serve.documents import MOST_BYTES, DocumentStore
 from kvsketch.serve.doubtful import REPORT, RETRY, Retries, require_doubtful, threshold_of
 from kvsketch.serve.engine import BatchedEngine, usual_prefill
-from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.service import ANSWER_SECONDS, Service, longest_context
+from kvsketch.serve.summary import full_cache_bytes
 
 MOST_ROWS_CPU, MOST_ROWS_GPU = 4, 64  # unless asked for more
 
@@ -158,7 +158,7 @@ class Server:
         api_key: str | None = None,
         largest_body: int = LARGEST_BODY,
         drain: int = 60,
-        patience: Patience | None = None,
+        limits: ConnectionLimits | None = None,
         cors: Sequence[str] = (),
         bound: socket.socket | None = None,
     ) -> None:
@@ -168,7 +168,7 @@ class Server:
         # A connection that became a WebSocket would leave the limits behind.
         config = uvicorn.Config(
             app, log_level="warning", access_log=False, server_header=False, lifespan="on", ws="none",
-            http=connections.protocol(patience or _usual_patience(service)), timeout_graceful_shutdown=drain,
+            http=connections.protocol(limits or _usual_limits(service)), timeout_graceful_shutdown=drain,
         )  # fmt: skip
         self._server = _Uvicorn(config, service)
         self._socket = bound or bind(host, port)
@@ -186,9 +186,9 @@ class Server:
         self._server.run(sockets=[self._socket])
 
 
-def _usual_patience(service: Service) -> Patience:
+def _usual_limits(service: Service) -> ConnectionLimits:
     """A proxy is one address: it may have as many connections as there are places for requests, twice."""
-    state, usual = service.engine.state(), Patience()
+    state, usual = service.engine.state(), ConnectionLimits()
     return replace(
         usual,
         connections=connections.most_connections(),

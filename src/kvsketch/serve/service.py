@@ -12,26 +12,26 @@ from uuid import uuid4
 
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.methods import Method
-from kvsketch.serve.anthropic_schema import CountAsked, MessagesAsked
+from kvsketch.serve.anthropic_schema import CountRequest, MessagesRequest
 from kvsketch.serve.caches import WHOLE
 from kvsketch.serve.documents import DocumentStore, NotReady, Unknown
 from kvsketch.serve.doubtful import Retries
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.grammar import NEEDS, Grammars, Guide
-from kvsketch.serve.held import full_cache_bytes
 from kvsketch.serve.metrics import Metrics
 from kvsketch.serve.requests import Closed, Compaction, Full, Request, Ticket, unused_settings
 from kvsketch.serve.responses import Responses
 from kvsketch.serve.schema import (
     DEFAULT_NEW_TOKENS,
+    AnswerRequest,
     ApiError,
-    Asked,
-    ChatAsked,
-    CompletionAsked,
-    ResponseAsked,
+    ChatRequest,
+    CompletionRequest,
+    ResponseRequest,
     did_you_mean,
 )
 from kvsketch.serve.spans import APART, finished, turn_ends
+from kvsketch.serve.summary import full_cache_bytes
 from kvsketch.serve.text import GrowingText, Template
 from kvsketch.serve.tools import Calls
 from kvsketch.serve.truncation import shortened
@@ -41,7 +41,13 @@ BETWEEN = "@"  # model@document, for clients that cannot send a field of their o
 SOON = 2  # seconds until a document that is being read is asked about again
 LONGEST_RETRY = 60
 ANSWER_SECONDS = 3600.0  # that an answer may take
-TASTE = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # of requests and of generation settings
+SAMPLING_FIELDS = (
+    "temperature",
+    "top_p",
+    "top_k",
+    "min_p",
+    "repetition_penalty",
+)  # of requests and of generation settings
 log = logging.getLogger("kvsketch.serve")
 
 
@@ -78,7 +84,7 @@ class Prompt:
 class Answer:
     """An accepted request, and the texts that grow from its prompts."""
 
-    asked: Asked
+    asked: AnswerRequest
     choices: list[Choice]
     id: str
     created: int
@@ -154,7 +160,7 @@ class Service:
 
     # requests
 
-    def chat(self, asked: ChatAsked, prefix: str = "chatcmpl-") -> Answer:
+    def chat(self, asked: ChatRequest, prefix: str = "chatcmpl-") -> Answer:
         """Starts the answer to a conversation; ApiError where that cannot be."""
         prompt = self._prompt(asked)
         self._room(asked, prompt.ids, prompt.document)
@@ -168,7 +174,7 @@ class Service:
                 choice.calls = Calls(names, one=asked.parallel_tool_calls is False)
         return answer
 
-    def _prompt(self, asked: ChatAsked) -> Prompt:
+    def _prompt(self, asked: ChatRequest) -> Prompt:
         """What a conversation has the model read."""
         model, _, suffix = asked.model.partition(BETWEEN)
         self._require_model(model)
@@ -191,7 +197,7 @@ class Service:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, str(error), "invalid_messages", "messages") from None
 
-    def _compaction(self, asked: ChatAsked, prompt: Prompt) -> Compaction | None:
+    def _compaction(self, asked: ChatRequest, prompt: Prompt) -> Compaction | None:
         """What becomes of the spans of a chat; None: it is no chat that goes on in its cache."""
         own = None if asked.kvsketch is None else asked.kvsketch.spans
         if own and prompt.document is not None:
@@ -205,7 +211,7 @@ class Service:
         spans, places, end = finished(self.template, prompt.messages, asked.offered)
         return Compaction(spans, shares, places, end or None)
 
-    def _turns(self, asked: ChatAsked, prompt: Prompt) -> tuple[int, ...]:
+    def _turns(self, asked: ChatRequest, prompt: Prompt) -> tuple[int, ...]:
         """Where the turns of a chat end, so that later ones go on in what was read up to there; none behind a document,
         which is not read again anyway.
         """
@@ -217,20 +223,20 @@ class Service:
             return ()  # the template refuses other words in place of these
         return tuple(end for end in ends if end < len(prompt.ids))
 
-    def response(self, asked: ResponseAsked) -> Answer:
+    def response(self, asked: ResponseRequest) -> Answer:
         """The same for the newer endpoint."""
         before = asked.previous_response_id
         return self.chat(asked.chat(() if before is None else self.responses.messages(before)), "resp_")
 
-    def message(self, asked: MessagesAsked) -> Answer:
+    def message(self, asked: MessagesRequest) -> Answer:
         """The same for Anthropic's endpoint."""
         return self.chat(asked.chat(), "msg_")
 
-    def count(self, asked: CountAsked) -> int:
+    def count(self, asked: CountRequest) -> int:
         """The tokens of a conversation, those of its document included."""
         return self._prompt(asked.chat()).tokens
 
-    def _guide(self, asked: ChatAsked) -> Callable[[], Guide] | None:
+    def _guide(self, asked: ChatRequest) -> Callable[[], Guide] | None:
         """What follows the grammar that an answer is to have; None: it is free."""
         wanted = None if asked.response_format is None else asked.response_format.wanted
         if wanted is None and not asked.demanded:
@@ -248,7 +254,7 @@ class Service:
         except (ValueError, RecursionError) as error:
             raise ApiError(400, f"{param}: {error}", "invalid_value", param) from None
 
-    def completion(self, asked: CompletionAsked) -> Answer:
+    def completion(self, asked: CompletionRequest) -> Answer:
         """Starts the continuation of a text."""
         self._require_model(asked.model)
         self._require_places(len(asked.prompts) * (asked.n or 1))
@@ -259,7 +265,7 @@ class Service:
         return self._start(asked, prompts, "cmpl-")
 
     def _start(
-        self, asked: Asked, prompts: list[list[int]], prefix: str, again: str | None = None, **own: Any
+        self, asked: AnswerRequest, prompts: list[list[int]], prefix: str, again: str | None = None, **own: Any
     ) -> Answer:
         """Starts `asked.n` texts for each of the prompts; `own`: fields of their requests; `again`: the document of
         which the full cache is asked what is in doubt.
@@ -275,7 +281,7 @@ class Service:
         return Answer(asked, choices, prefix + uuid4().hex, int(time.time()), self.answer_seconds)
 
     def _request(
-        self, asked: Asked, number: int, ids: list[int], document: CompressedCache | None = None, **own: Any
+        self, asked: AnswerRequest, number: int, ids: list[int], document: CompressedCache | None = None, **own: Any
     ) -> Request:
         """What the engine is to do for the text with this number of a prompt; each draws from a seed of its own."""
         room = self._room(asked, ids, document)
@@ -288,12 +294,13 @@ class Service:
             logprobs=asked.alternatives,
             doubt=True,
             **own,
-            **self._usual() | {name: getattr(asked, name) for name in TASTE if getattr(asked, name) is not None},
+            **self._usual()
+            | {name: getattr(asked, name) for name in SAMPLING_FIELDS if getattr(asked, name) is not None},
         )
 
-    def _room(self, asked: Asked, ids: list[int], document: CompressedCache | None) -> int:
+    def _room(self, asked: AnswerRequest, ids: list[int], document: CompressedCache | None) -> int:
         """Tokens that an answer to a prompt can have; ApiError where they are fewer than it asks for, or none."""
-        param = "messages" if isinstance(asked, ChatAsked) else "prompt"
+        param = "messages" if isinstance(asked, ChatRequest) else "prompt"
         if not ids:
             raise ApiError(400, "the prompt is empty", "invalid_value", param)
         before, limit = 0 if document is None else document.tokens_seen, asked.limit
@@ -351,7 +358,7 @@ class Service:
     def _usual(self) -> dict[str, Any]:
         """How requests that do not say it choose their tokens: as the model's generation settings do."""
         config = self.model.generation_config
-        names = TASTE if config.do_sample else ("repetition_penalty",)
+        names = SAMPLING_FIELDS if config.do_sample else ("repetition_penalty",)
         usual = {name: getattr(config, name) for name in names if getattr(config, name) is not None}
         return {"temperature": 1.0, **usual}
 

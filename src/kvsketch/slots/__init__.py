@@ -6,11 +6,11 @@ parts.py        what follows the slots, by name and under one vocabulary
 forward.py      what one forward knows of a layer
 in_place.py     what a decode step changes of a table
 packing.py      heads that have different numbers of slots
-coding.py       when keys and values of a table get few bits
+coding.py       when keys and values of a table are quantised
 rollback.py     tokens that are taken back
 latent.py       the same where a token is one latent vector
-codes.py        keys and values in the dtype of the model, or in few bits
-short_rows.py   rows of a padded batch that are too short for few bits
+codes.py        keys and values in the dtype of the model, or quantised
+short_rows.py   rows of a padded batch that are too short to be quantised
 layout.py       where the slots of heads that differ in size lie
 state.py        what a method remembers beside the slots
 store.py        tables of many requests in one store, and the verbs that write them

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 from torch import Tensor
 
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT
-from kvsketch.slots.codes import EXACT, FEW, LEAST, MANY, PLAIN, SPARE
+from kvsketch.slots.codes import EXACT, FEW, MANY, MIN_TOKENS_TO_QUANTISE, SPARE, UNQUANTISED
 from kvsketch.slots.offloaded import host_capacity
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.table import SlotTable
@@ -57,7 +57,8 @@ class LayerShape:
     def pair(self) -> int:
         """Bytes of a key and its value as they are stored."""
         return sum(
-            size * self.itemsize if bits == PLAIN else math.ceil(size * bits / 8) + STEP for size, bits in self.stored
+            size * self.itemsize if bits == UNQUANTISED else math.ceil(size * bits / 8) + STEP
+            for size, bits in self.stored
         )
 
     @property
@@ -80,7 +81,7 @@ class LayerShape:
         slots = grown(self.tokens)
         # A short text is not coded yet.
         plain = sum(size for size, _ in self.stored) * self.itemsize
-        short = plain * self.all_heads * slots + self._once() if self.tokens < LEAST else 0
+        short = plain * self.all_heads * slots + self._once() if self.tokens < MIN_TOKENS_TO_QUANTISE else 0
         return max(self.bounded(slots), short)
 
     def offloaded(self, sinks: int, tail: int, places: int) -> int:
@@ -91,7 +92,7 @@ class LayerShape:
 
     def _once(self) -> int:
         """What does not depend on the number of slots: next slot, clock, padding and prompts, centers of codes."""
-        exact = sum(4 * size + EXACT * (4 * size + 4) for size, bits in self.stored if bits != PLAIN)
+        exact = sum(4 * size + EXACT * (4 * size + 4) for size, bits in self.stored if bits != UNQUANTISED)
         return self.all_heads * (8 + exact) + 8 + 2 * 8 * self.batch
 
 

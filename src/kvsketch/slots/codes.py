@@ -1,4 +1,4 @@
-"""Keys or values of slots: in the dtype of the model, or in few bits. A table moves and writes both by the same verbs.
+"""Keys or values of slots: in the dtype of the model, or quantised. A table moves and writes both by the same verbs.
 
 In few bits (`ops.codec` says what codes are) the center of a head is the mean of its first prompt, without the first
 tokens of the text: those have keys unlike all others, carry most attention, and stay exact. Codes never change when
@@ -22,21 +22,21 @@ from kvsketch.ops.codec.basis import LEARNED_BITS, Bases, Basis, LearnedCodec
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots import tensors
 
-PLAIN = 16  # bits of what is not coded, whatever the dtype of the model
+UNQUANTISED = 16  # bits of what is not coded, whatever the dtype of the model
 AUTO = 0  # bits of keys that are chosen when a prompt has been read (`methods.bits`)
 FEW, MANY = 4, 8  # of which these are chosen; the second until then
 SPARE = 1 / 16  # of the bytes of keys and values in FEW bits, that keys in MANY bits may add in all layers together
 MOST_MANY = SPARE * 2 * FEW / (MANY - FEW)  # of all keys, that then have MANY bits
 EXACT = 4  # first tokens of a text that stay exact
-LEAST = 64  # tokens before which nothing is coded: a center needs some
+MIN_TOKENS_TO_QUANTISE = 64  # tokens before which nothing is coded: a center needs some
 
 
 @dataclass(frozen=True)
-class FewBits:
+class QuantBits:
     """How many bits a key and a value have, and in which directions."""
 
-    keys: int = PLAIN
-    values: int = PLAIN
+    keys: int = UNQUANTISED
+    values: int = UNQUANTISED
     bases: Bases | None = None  # learned ones; None: vectors are rotated at random
 
     def basis(self, what: str, layer: int, first: int, heads: int) -> Basis | None:
@@ -47,7 +47,7 @@ class FewBits:
         return None if own is None else own.heads(first, heads)
 
     def __bool__(self) -> bool:
-        return self.keys != PLAIN or self.values != PLAIN
+        return self.keys != UNQUANTISED or self.values != UNQUANTISED
 
     @property
     def pair(self) -> tuple[int, int]:
@@ -100,7 +100,7 @@ class PlainSlots:
         like: slots of a text that this one continues, around whose center it is coded. basis: directions in which
         vectors are coded; None: they are rotated at random.
         """
-        if bits == PLAIN:
+        if bits == UNQUANTISED:
             return self
         return like.around(self.read) if isinstance(like, SlotCodes) else coded(self.read, bits, padding, basis)
 
@@ -406,19 +406,19 @@ def arrange(slots: Slots, start: int, source: Tensor) -> None:
 def coded(vectors: Tensor, bits: int, padding: Tensor | None, basis: Basis | None = None) -> SlotCodes:
     """A text in order, [B, H, S, D] behind left `padding` [B], in `bits` bits.
 
-    Rows of fewer than LEAST tokens beside others stay exact (`short_rows`).
+    Rows of fewer than MIN_TOKENS_TO_QUANTISE tokens beside others stay exact (`short_rows`).
     """
     size, center = vectors.shape[-1], center_of(vectors, padding)
     codec = Codec(bits, size) if basis is None else LearnedCodec(bits, size, basis=basis)
     slots = vectors.shape[2]
-    is_short = padding is not None and slots - left_padding.most_of(padding) < LEAST
-    place = at = torch.arange(LEAST if is_short else EXACT, device=vectors.device)
+    is_short = padding is not None and slots - left_padding.most_of(padding) < MIN_TOKENS_TO_QUANTISE
+    place = at = torch.arange(MIN_TOKENS_TO_QUANTISE if is_short else EXACT, device=vectors.device)
     in_front = padding is None and slots >= EXACT
     if not in_front:
         at = at if padding is None else at + padding.view(-1, 1, 1)
         at = torch.where(at < slots, at, -1)
     if is_short and padding is not None:
-        at = torch.where((place < EXACT) | (slots - padding.view(-1, 1, 1) < LEAST), at, -1)
+        at = torch.where((place < EXACT) | (slots - padding.view(-1, 1, 1) < MIN_TOKENS_TO_QUANTISE), at, -1)
     at = at.expand(*vectors.shape[:2], -1)  # where the first tokens of the text lie, -1: nowhere
     first = vectors[:, :, :EXACT] if in_front else tensors.gather_slots(vectors, at.clamp_min(0))
     exact = codec.rotated(first - center.unsqueeze(2))
@@ -441,14 +441,14 @@ def center_of(x: Tensor, padding: Tensor | None = None) -> Tensor:  # [B, H, D] 
 def vector_bytes(like: Tensor, bits: int) -> int:
     """Bytes of one vector like these, [..., D], in `bits` bits."""
     plain = like.shape[-1] * like.element_size()
-    return plain if bits == PLAIN else Codec(bits, like.shape[-1]).code_bytes + codecs.STEP_DTYPE.itemsize
+    return plain if bits == UNQUANTISED else Codec(bits, like.shape[-1]).code_bytes + codecs.STEP_DTYPE.itemsize
 
 
 class NotFinite(ValueError):
     """A model has overflowed: what it makes of a text is nan or infinite."""
 
 
-class Doubt(NamedTuple):
+class FiniteCheck(NamedTuple):
     """Vectors of a layer that were coded, and may not be finite."""
 
     worst: Tensor  # the largest step, nan where a vector is not finite
@@ -459,7 +459,7 @@ class Doubt(NamedTuple):
     layer: int
 
     @classmethod
-    def of(cls, slots: SlotCodes, what: str, layer: int) -> Doubt:
+    def of(cls, slots: SlotCodes, what: str, layer: int) -> FiniteCheck:
         return cls(*slots.steps.flatten().max(0), slots.steps.shape, slots.codec.bits, what, layer)
 
     def error(self) -> NotFinite:
@@ -469,5 +469,5 @@ class Doubt(NamedTuple):
         return NotFinite(
             f"the {self.what} of slot {slot} in layer {self.layer}, batch row {head // heads}, head {head % heads} are "
             f"not finite and cannot be stored in {self.bits} bits; look for an overflow in the model (float16?), or "
-            f"use bits={PLAIN}"
+            f"use bits={UNQUANTISED}"
         )

@@ -10,14 +10,14 @@ import torch
 from torch import Tensor
 
 from kvsketch.slots import codes, short_rows
-from kvsketch.slots.codes import FewBits, PlainSlots, SlotCodes, Slots
+from kvsketch.slots.codes import PlainSlots, QuantBits, SlotCodes, Slots
 from kvsketch.slots.parts import VECTORS
 
 if TYPE_CHECKING:
     from kvsketch.slots.table import SlotTable
 
 
-def use_bits(table: SlotTable, bits: FewBits) -> None:
+def use_bits(table: SlotTable, bits: QuantBits) -> None:
     """Its keys and values are to have so many bits once it is bounded."""
     table.context = replace(table.context, bits=bits)
 
@@ -39,9 +39,9 @@ def storable(table: SlotTable, what: str) -> Slots:
     basis = own.bits.basis(what, own.layer_idx, own.first_head, held.shape[1])
     slots = held.coded(getattr(table.stored_bits, what) or codes.MANY, table.padding, like, basis)
     # A decode step does not ask, except for the one after which a short text is coded.
-    asks = table.forward.appended > 1 or (table.exact and table.seen >= codes.LEAST)
+    asks = table.forward.appended > 1 or (table.exact and table.seen >= codes.MIN_TOKENS_TO_QUANTISE)
     if asks and isinstance(slots, SlotCodes) and slots is not held:
-        table.forward.doubts.append(codes.Doubt.of(slots, what, table.context.layer_idx))
+        table.forward.finite_checks.append(codes.FiniteCheck.of(slots, what, table.context.layer_idx))
     return slots
 
 
@@ -73,12 +73,12 @@ def replace_at(table: SlotTable, at: Tensor, values: Tensor) -> bool:
 
 def require_finite(tables: Sequence[SlotTable]) -> None:
     """Raises NotFinite that names the first vector that could not be coded since the last call (synchronises)."""
-    doubts = [doubt for table in tables for doubt in table.forward.doubts]
+    finite_checks = [doubt for table in tables for doubt in table.forward.finite_checks]
     for table in tables:
-        table.forward.doubts.clear()
-    if not doubts:
+        table.forward.finite_checks.clear()
+    if not finite_checks:
         return
-    here = doubts[0].worst.device
-    is_bad = torch.stack([doubt.worst.to(here) for doubt in doubts]).isnan().tolist()
+    here = finite_checks[0].worst.device
+    is_bad = torch.stack([doubt.worst.to(here) for doubt in finite_checks]).isnan().tolist()
     if any(is_bad):
-        raise doubts[is_bad.index(True)].error()
+        raise finite_checks[is_bad.index(True)].error()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from kvsketch.slots.codes import FewBits
+from kvsketch.slots.codes import QuantBits
 from kvsketch.slots.positions import Positions
 
 
@@ -19,7 +19,7 @@ class LayerContext:
     compressed_layers: int = 0  # how many those are; 0: all
     rotary: tuple[float, ...] = ()  # radians per position of channel pairs (i, i + half); empty: none known
     positions: Positions = field(default_factory=Positions, repr=False, compare=False)  # shared by a cache's layers
-    bits: FewBits = field(default_factory=FewBits)  # of keys and values as asked for, once the table is bounded
+    bits: QuantBits = field(default_factory=QuantBits)  # of keys and values as asked for, once the table is bounded
     first_head: int = 0  # number of the first KV head in the whole model (`heads`)
     head_group: str = ""  # processes among which the layer's heads are divided; "": this one holds them all
 

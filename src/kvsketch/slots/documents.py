@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.slots.rows import RaggedRows, RowNeeds, Stretch
+from kvsketch.slots.rows import Allocation, RaggedRows, RowNeeds
 from kvsketch.slots.store import Parts, Ragged, all_row_parts, head_places
 from kvsketch.slots.table import Groups, SlotTable
 
@@ -30,7 +30,7 @@ TOGETHER = 16  # queries of a KV head for which one program of `weighted_attenti
 
 
 @dataclass(eq=False)
-class LaidDocument(Stretch):
+class LaidDocument(Allocation):
     """A document that lies in the store."""
 
     own: Parts  # [L, ...], what an entry has that names it
@@ -165,11 +165,11 @@ class DocumentRows(RaggedRows):
     def _free(self) -> int:
         return super()._free() - sum(laid.size for laid in self.laid.values() if self.is_read(laid))
 
-    def _held(self) -> Sequence[Stretch]:
+    def _held(self) -> Sequence[Allocation]:
         return [*super()._held(), *self.laid.values()]
 
     def _allocated(self, size: int) -> int:
-        while self.slots - sum(stretch.size for stretch in self._held()) < size:
+        while self.slots - sum(allocation.size for allocation in self._held()) < size:
             self._drop_one()
         return super()._allocated(size)
 
@@ -179,9 +179,9 @@ class DocumentRows(RaggedRows):
         assert unread, "rows and their documents hold more slots than their store"
         del self.laid[min(unread, key=lambda number: (unread[number].owner() is not None, unread[number].used))]
 
-    def _moved(self, stretch: Stretch, by: int) -> None:
-        if not isinstance(stretch, LaidDocument):
-            super()._moved(stretch, by)
+    def _moved(self, allocation: Allocation, by: int) -> None:
+        if not isinstance(allocation, LaidDocument):
+            super()._moved(allocation, by)
             return
-        stretch.own["start"] += by
+        allocation.own["start"] += by
         self.document_changes += 1

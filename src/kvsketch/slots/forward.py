@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.slots.codes import Doubt
+from kvsketch.slots.codes import FiniteCheck
 
 if TYPE_CHECKING:
     from kvsketch.slots.table import SlotTable
@@ -24,7 +24,9 @@ class LayerForward:
     row_lse: Tensor | None = None  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = None  # of a single query
     rounding: Tensor | None = None  # what few bits cost, for their choice
-    doubts: list[Doubt] = field(default_factory=list)  # vectors that may not be finite, for `require_finite`
+    finite_checks: list[FiniteCheck] = field(
+        default_factory=list
+    )  # vectors that may not be finite, for `require_finite`
     # Tables of this step that wait until all of them can advance together; None: `advance` does not wait.
     advancing: list[SlotTable] | None = None
 
@@ -33,7 +35,7 @@ class LayerForward:
 
     def copied(self, **changed: Any) -> LayerForward:
         """One for a table like this."""
-        return replace(self, **{"doubts": [], "allotted": None, **changed})
+        return replace(self, **{"finite_checks": [], "allotted": None, **changed})
 
     def note_attention(self, row_lse: Tensor | None = None, row_logits: ops.RowLogits | None = None) -> None:
         """What attention has computed for the new queries and a method may use; cleared after `compress`."""

@@ -60,11 +60,11 @@ class HostStore:
         """R, the texts that it holds."""
         return self.parts[0].shape[0]
 
-    def write(self, start: int, tokens: Sequence[Tensor], aside: bool = False) -> None:
-        """Copies tokens [R, H, n, D] to places [start, start + n); `aside`: beside the work of the current stream."""
+    def write(self, start: int, tokens: Sequence[Tensor], side_stream: bool = False) -> None:
+        """Copies tokens [R, H, n, D] to places [start, start + n); `side_stream`: on a side stream."""
         if self.device.type != "cuda":
             self._copy_in(start, tokens)
-        elif aside:
+        elif side_stream:
             stream, current = _side_stream(self.device), torch.cuda.current_stream(self.device)
             stream.wait_stream(current)
             with torch.cuda.stream(stream):

@@ -26,7 +26,7 @@ class Layout(Ragged):
 
     @classmethod
     def of(cls, capacity: Tensor, coded: bool, device: torch.device | None = None) -> Layout:
-        """One head after the other; `coded`: for keys and values in few bits.
+        """One head after the other; `coded`: for quantised keys and values.
 
         Slots are on the device, else on that of the capacity. Asks it unless the capacity lies on the host.
         """

@@ -62,7 +62,7 @@ def offload(table: SlotTable, start: int, sinks: int, tail_tokens: int, hot_plac
     store.length = min(store.length, start)
     moved = slice(store.length, start)
     # Only a prompt is worth a side stream. A step that is captured next could not wait for one.
-    store.write(store.length, [part[:, :, moved] for part in parts_of(table)], aside=table.new_tokens > 1)
+    store.write(store.length, [part[:, :, moved] for part in parts_of(table)], side_stream=table.new_tokens > 1)
 
     batch, heads = keys.shape[:2]
     if coded := _coded(table):
@@ -111,7 +111,7 @@ def store_tail(table: SlotTable) -> None:
 
 def restore(table: SlotTable, coming: int) -> None:
     """Brings every token back to the device, with room for the `coming` ones; the table is exact again, or holds all
-    its tokens in few bits, in order.
+    its quantised tokens, in order.
     """
     seen, (batch, heads, _) = table.seen, table.shape
     coded = bool(_coded(table))

@@ -10,7 +10,7 @@ from torch import Tensor
 if TYPE_CHECKING:
     from kvsketch.slots.table import SlotTable
 
-MOST = "_kvsketch_most"  # on a padding tensor: its largest number
+MAXIMUM = "_kvsketch_most"  # on a padding tensor: its largest number
 
 
 def give(table: SlotTable, padding: Tensor | None) -> None:
@@ -36,10 +36,10 @@ def most_of(padding: Tensor | None) -> int:
     if padding is None:
         return 0
     version = 0 if padding.is_inference() else padding._version
-    known: tuple[int, int] | None = getattr(padding, MOST, None)
+    known: tuple[int, int] | None = getattr(padding, MAXIMUM, None)
     if known is None or known[0] != version:
         known = version, int(padding.max())
-        setattr(padding, MOST, known)
+        setattr(padding, MAXIMUM, known)
     return known[1]
 
 

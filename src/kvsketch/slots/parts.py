@@ -1,6 +1,6 @@
 """What follows the slots of a table, by name and under one vocabulary.
 
-    keys, values               vectors [B, H, S, D], in the dtype of the model or in few bits (`codes`)
+    keys, values               vectors [B, H, S, D], in the dtype of the model or quantised (`codes`)
     index, log_den, log_num    numbers [B, H, S] of a bounded table; without log_num both sums have log_den
     state                      tensors [B, H, S, ...] of the method (`per_slot`)
 

@@ -32,20 +32,20 @@ from kvsketch.slots.store import EMPTY, Equal, Ragged, head_places, row_parts
 from kvsketch.slots.table import SlotTable
 
 LATEST = 1 << 29  # the clock is turned back before this; operations take numbers up to 2^30
-NEVER = 1 << 62
+NO_LIMIT = 1 << 62
 T = TypeVar("T", bound=SlotTable)
 
 
 class RowNeeds(NamedTuple):
     """What a method asks for a row that joins, where heads differ."""
 
-    tokens: int = NEVER  # that the row may take until the method has periodic work to do
+    tokens: int = NO_LIMIT  # that the row may take until the method has periodic work to do
     slots: int = 0  # that each of its heads lacks for them
     room: int = 0  # tokens that any row takes between two such times, at most
 
 
 @dataclass(eq=False)
-class Stretch:
+class Allocation:
     """Slots of the store that somebody has."""
 
     start: int
@@ -53,7 +53,7 @@ class Stretch:
 
 
 @dataclass(eq=False)
-class RowStretch(Stretch):
+class RowAllocation(Allocation):
     """A row in use: where it lies, and what the host counts."""
 
     left: int  # tokens that it may still take
@@ -211,7 +211,7 @@ class RaggedRows(Rows):
         needs: Callable[[SlotTable], RowNeeds],
     ) -> None:
         self.needs, self.slots = needs, slots
-        self.rows: dict[int, RowStretch] = {}
+        self.rows: dict[int, RowAllocation] = {}
         self.changes = 0  # of capacities, which the work lists follow
         self.arranged: dict[int, int] = {}  # by the rows of a step, the changes that its lists know
         single, layers = singles[0], len(singles)
@@ -244,14 +244,14 @@ class RaggedRows(Rows):
 
     def before_step(self, tables: Sequence[SlotTable]) -> None:
         rows = tables[0].shape[0]
-        for row, stretch in self.rows.items():
-            stretch.left -= row < rows
+        for row, allocation in self.rows.items():
+            allocation.left -= row < rows
         if self.arranged.get(rows) != self.changes:
             self.arranged[rows] = self.changes
             self.store.arrange(tables)
 
     def due(self) -> list[int]:
-        return [row for row, stretch in self.rows.items() if stretch.left <= 0]
+        return [row for row, allocation in self.rows.items() if allocation.left <= 0]
 
     def misfit(self, singles: Sequence[SlotTable], more: int = 0) -> str:
         """As in `Rows`; `more`: slots that are needed beside the row's own."""
@@ -270,7 +270,7 @@ class RaggedRows(Rows):
 
     def _free(self) -> int:
         """Slots that nobody needs."""
-        return self.slots - sum(stretch.size for stretch in self.rows.values())
+        return self.slots - sum(allocation.size for allocation in self.rows.values())
 
     def _size(self, singles: Sequence[SlotTable]) -> int:
         more = self.needs(singles[0]).slots * len(self.tables) * singles[0].shape[1]
@@ -280,7 +280,7 @@ class RaggedRows(Rows):
         assert row not in self.rows
         single, needs, size = singles[0], self.needs(singles[0]), self._size(singles)
         start = self._allocated(size)
-        self.rows[row] = RowStretch(start, size, needs.tokens, single.settled, single.prompt_tokens)
+        self.rows[row] = RowAllocation(start, size, needs.tokens, single.settled, single.prompt_tokens)
         # Heads lie in the same order as in the tables of one row, each with more room behind it.
         places = head_places(singles, start, needs.slots)
         self.store.clear(start, size)
@@ -298,12 +298,12 @@ class RaggedRows(Rows):
         self.changes += 1
 
     def take(self, row: int, seen: int) -> list[SlotTable]:
-        stretch, own = self.rows.pop(row), self.store.own
-        states = [table.state.of_row(row, seen - stretch.settled) for table in self.tables]
+        allocation, own = self.rows.pop(row), self.store.own
+        states = [table.state.of_row(row, seen - allocation.settled) for table in self.tables]
         # A row with periodic work only writes behind its slots, so they stay in the order of the text.
         taken = self.store.stack(
-            row, own["start"][:, row], own["capacity"][:, row], states, seen=seen, settled=stretch.settled,
-            prompt_tokens=stretch.prompt_tokens,
+            row, own["start"][:, row], own["capacity"][:, row], states, seen=seen, settled=allocation.settled,
+            prompt_tokens=allocation.prompt_tokens,
         )  # fmt: skip
         unpack(taken)
         taken.index.sub_((self.tables[0].seen - seen) * (taken.index >= 0))
@@ -336,36 +336,38 @@ class RaggedRows(Rows):
     def _allocated(self, size: int) -> int:
         """The first slot of a free stretch; what lies in the way moves to the front."""
         end = 0
-        for stretch in self._stretches():
-            if stretch.start - end >= size:
+        for allocation in self._allocations():
+            if allocation.start - end >= size:
                 return end
-            end = stretch.start + stretch.size
+            end = allocation.start + allocation.size
         end = end if self.slots - end >= size else self._closed_up()
         assert self.slots - end >= size, "rows hold more slots than their store"
         return end
 
-    def _stretches(self) -> list[Stretch]:
+    def _allocations(self) -> list[Allocation]:
         """All of them, in their order in the store."""
-        return sorted(self._held(), key=lambda stretch: stretch.start)
+        return sorted(self._held(), key=lambda allocation: allocation.start)
 
-    def _held(self) -> Sequence[Stretch]:
+    def _held(self) -> Sequence[Allocation]:
         return [*self.rows.values()]
 
     def _closed_up(self) -> int:
         """Moves all stretches to the front of the store; where they end."""
         end = 0
-        for stretch in self._stretches():
-            if stretch.start > end:
+        for allocation in self._allocations():
+            if allocation.start > end:
                 for held in self.store.slots.values():
-                    held[end : end + stretch.size] = held[stretch.start : stretch.start + stretch.size].clone()
-                self._moved(stretch, end - stretch.start)
-                stretch.start = end
-            end += stretch.size
+                    held[end : end + allocation.size] = held[
+                        allocation.start : allocation.start + allocation.size
+                    ].clone()
+                self._moved(allocation, end - allocation.start)
+                allocation.start = end
+            end += allocation.size
         return end
 
-    def _moved(self, stretch: Stretch, by: int) -> None:
+    def _moved(self, allocation: Allocation, by: int) -> None:
         """The slots of a stretch have moved."""
-        row = next(row for row, each in self.rows.items() if each is stretch)
+        row = next(row for row, each in self.rows.items() if each is allocation)
         self.store.own["start"][:, row] += by
 
 

@@ -1,13 +1,13 @@
 """Rows of a left-padded batch with too few tokens for codes: they stay exact, as they do alone.
 
-Alone a row is coded when it has `LEAST` tokens, or when its method drops one of them. Beside longer rows its slots have
-codes like theirs, and its vectors lie in the list of exact ones: token n of the row in place n. The list has `LEAST`
-places while there is such a row, else `EXACT`. When a row has tokens enough, its center becomes the mean of its own
-tokens, and its slots are coded around it.
+Alone a row is quantised when it has `MIN_TOKENS_TO_QUANTISE` tokens, or when its method drops one of them. Among longer
+rows its slots have codes like theirs, and its vectors are in the list of exact ones: token n of the row in place n. The
+list has `MIN_TOKENS_TO_QUANTISE` places while there is such a row, else `EXACT`. When a row has tokens enough, its
+center becomes the mean of its own tokens, and its slots are quantised around it.
 
 Until then attention and methods read decoded vectors: kernels know short lists. Batches without padding have none of
-this, and those of long rows ask the device nothing.
-Legend: as in `codes`.
+this, and those of long rows do not synchronise with the GPU.
+Legend: as in `codes`; MIN is `MIN_TOKENS_TO_QUANTISE`.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops import codec as codecs
-from kvsketch.slots.codes import EXACT, LEAST, SlotCodes, Slots, has_short_rows
+from kvsketch.slots.codes import EXACT, MIN_TOKENS_TO_QUANTISE, SlotCodes, Slots, has_short_rows
 from kvsketch.slots.packing import pack, unpack
 from kvsketch.slots.parts import VECTORS
 from kvsketch.slots.tensors import gather_slots
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 
 def are_there(table: SlotTable) -> bool:
-    """Whether some row may stay exact beside rows in few bits."""
+    """Whether some row may stay exact beside quantised rows."""
     return any(has_short_rows(table.parts[name]) for name in VECTORS)
 
 
@@ -42,8 +42,8 @@ def take_several(table: SlotTable, slots: SlotCodes) -> SlotCodes:
     seen, count = table.real_tokens().clamp_min(0), new.shape[2]  # [B, 1, 1]
     before = seen - count
     is_open = _open(slots, before.clamp_min(0))
-    place = torch.arange(LEAST, device=slots.device)
-    at = (place - before).expand(*slots.exact_at.shape)  # [B, H, LEAST], in which of the new tokens a place has its own
+    place = torch.arange(MIN_TOKENS_TO_QUANTISE, device=slots.device)
+    at = (place - before).expand(*slots.exact_at.shape)  # [B, H, MIN], in which of the new tokens a place has its own
     listed = is_open & (at >= 0) & (at < count)
     vectors = gather_slots(new, at.clamp(0, count - 1))
     slots = replace(
@@ -51,7 +51,7 @@ def take_several(table: SlotTable, slots: SlotCodes) -> SlotCodes:
         exact=torch.where(listed.unsqueeze(-1), _rotated(slots, vectors), slots.exact),
         exact_at=torch.where(listed, slots.fresh_at + at, slots.exact_at).int(),
     )
-    ripe = _rows(is_open & (seen >= LEAST))
+    ripe = _rows(is_open & (seen >= MIN_TOKENS_TO_QUANTISE))
     if not len(ripe):
         return slots
     # The mean counts new tokens that the list has no place for.
@@ -73,7 +73,7 @@ def take_one(table: SlotTable, keys: Tensor, values: Tensor) -> None:
         slots = table.parts[name]
         if not has_short_rows(slots):
             continue
-        place, written = torch.arange(LEAST, device=slots.device), table.next_slot
+        place, written = torch.arange(MIN_TOKENS_TO_QUANTISE, device=slots.device), table.next_slot
         listed = _open(slots, seen - 1) & (place == seen - 1)
         vectors = _rotated(slots, new.to(slots.dtype)).expand(slots.exact.shape)
         slots.exact.copy_(torch.where(listed.unsqueeze(-1), vectors, slots.exact))
@@ -93,8 +93,11 @@ def settle(table: SlotTable) -> None:
     if table.exact or not are_there(table):
         return
     slots, seen = _first(table), table.real_tokens()
-    is_open, lost = _open(slots, seen), (torch.arange(LEAST, device=table.device) < seen) & ~_there(table, slots)
-    is_ripe = is_open & (lost.any(2, keepdim=True).any(1, keepdim=True) | (seen >= LEAST))
+    is_open, lost = (
+        _open(slots, seen),
+        (torch.arange(MIN_TOKENS_TO_QUANTISE, device=table.device) < seen) & ~_there(table, slots),
+    )
+    is_ripe = is_open & (lost.any(2, keepdim=True).any(1, keepdim=True) | (seen >= MIN_TOKENS_TO_QUANTISE))
     code_rows(table, _rows(is_ripe))
     if len(_rows(is_open & ~is_ripe)):
         return
@@ -110,7 +113,10 @@ def code_rows(table: SlotTable, rows: Tensor) -> None:
         return
     layout, seen = table.layout, table.real_tokens()[rows]  # [R, 1, 1]
     unpack(table)
-    place, index = torch.arange(LEAST, device=table.device), table.index_slots()[rows] - _padding(table, rows)
+    place, index = (
+        torch.arange(MIN_TOKENS_TO_QUANTISE, device=table.device),
+        table.index_slots()[rows] - _padding(table, rows),
+    )
     there = _there(table, _first(table))
     counted = (place >= torch.where(seen > EXACT, EXACT, 0)) & (place < seen)  # of too few tokens the mean of all
     for name in VECTORS:
@@ -141,9 +147,9 @@ def _padding(table: SlotTable, rows: Tensor | slice = slice(None)) -> Tensor | i
     return 0 if table.padding is None else table.padding[rows].view(-1, 1, 1)
 
 
-def _there(table: SlotTable, slots: SlotCodes) -> Tensor:  # [B, H, LEAST] bool
+def _there(table: SlotTable, slots: SlotCodes) -> Tensor:  # [B, H, MIN] bool
     """Which tokens of the list are in their slots."""
-    token = torch.arange(LEAST, device=table.device) + _padding(table)
+    token = torch.arange(MIN_TOKENS_TO_QUANTISE, device=table.device) + _padding(table)
     index = table.index_slots()
     return (slots.exact_at >= 0) & (index.gather(2, slots.exact_at.clamp(0, index.shape[2] - 1).long()) == token)
 
@@ -151,7 +157,7 @@ def _there(table: SlotTable, slots: SlotCodes) -> Tensor:  # [B, H, LEAST] bool
 def _open(slots: SlotCodes, seen: Tensor) -> Tensor:  # [B, 1, 1] bool
     """Which rows of `seen` [B, 1, 1] tokens are exact yet: those that have no more than any row, or have a list."""
     listed = (slots.exact_at[:, :1, EXACT:] >= 0).any(2, keepdim=True)
-    return ((seen <= EXACT) | listed) & (seen < LEAST + 1)
+    return ((seen <= EXACT) | listed) & (seen < MIN_TOKENS_TO_QUANTISE + 1)
 
 
 def _rows(which: Tensor) -> Tensor:
@@ -163,7 +169,7 @@ def _rotated(slots: SlotCodes, x: Tensor) -> Tensor:
     return slots.codec.rotated(x - slots.center.unsqueeze(2))
 
 
-def _listed(slots: SlotCodes, rows: Tensor) -> Tensor:  # [R, H, LEAST, D]
+def _listed(slots: SlotCodes, rows: Tensor) -> Tensor:  # [R, H, MIN, D]
     """The listed vectors of some rows."""
     rotation = slots.codec.rotation(slots.device)
     return (slots.exact[rows] @ rotation + slots.center[rows].unsqueeze(2)).to(slots.dtype)
@@ -183,8 +189,8 @@ def _recoded(slots: SlotCodes, rows: Tensor, center: Tensor, token: Tensor) -> S
     """
     listed, held = _listed(slots, rows), slots.rows(rows).decoded(slots.dtype)
     token = token[:, :, : held.shape[2]]
-    there = ((token >= 0) & (token < LEAST)).unsqueeze(-1)
-    vectors = torch.where(there, gather_slots(listed, token.clamp(0, LEAST - 1)), held)
+    there = ((token >= 0) & (token < MIN_TOKENS_TO_QUANTISE)).unsqueeze(-1)
+    vectors = torch.where(there, gather_slots(listed, token.clamp(0, MIN_TOKENS_TO_QUANTISE - 1)), held)
     new = codecs.encode(vectors, center, slots.codec)
     return replace(
         slots,

@@ -12,7 +12,7 @@ tokens at once is longer than its capacity; `compress` brings it back.
 It is made of parts: where it stands (`context`), what follows its slots (`parts`), how its rows differ, what the host
 counts, and what the last forward knows (`forward`). Verbs that few ask for are functions of a table:
 
-    in_place.py    what a decode step changes                 coding.py      keys and values in few bits
+    in_place.py    what a decode step changes                 coding.py      quantised keys and values
     packing.py     heads that have different numbers of slots  rollback.py    tokens that are taken back
 
 Keys and values of a bounded table may be stored in few bits (`codes`); methods see slots, never bits. Its heads may
@@ -36,7 +36,7 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.slots import codes, coding, short_rows
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots.codes import FewBits, PlainSlots, SlotCodes, Slots
+from kvsketch.slots.codes import PlainSlots, QuantBits, SlotCodes, Slots
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.forward import LayerForward
 from kvsketch.slots.host import HostStore
@@ -172,16 +172,16 @@ class SlotTable:
         return 0 if self.document is None else self.document.seen
 
     @property
-    def stored_bits(self) -> FewBits:
+    def stored_bits(self) -> QuantBits:
         """Bits of keys and values once the table is bounded; `auto` until a prompt has chosen them."""
         bits = self.context.bits
-        return FewBits(self.chosen_bits, bits.values) if bits.auto else bits
+        return QuantBits(self.chosen_bits, bits.values) if bits.auto else bits
 
     @property
     def waits_for_codes(self) -> bool:
-        """Whether it is to have few bits, and has too few tokens for a center."""
+        """Whether it is to be quantised, and has too few tokens for a center."""
         has_center = self.document is not None and not self.document.exact
-        return self.exact and bool(self.context.bits) and self.seen < codes.LEAST and not has_center
+        return self.exact and bool(self.context.bits) and self.seen < codes.MIN_TOKENS_TO_QUANTISE and not has_center
 
     @property
     def in_place(self) -> bool:

@@ -16,7 +16,7 @@ from typing import Any
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.thin_linear import reference
+from kvsketch.ops.skinny_matmul import reference
 from kvsketch_lab.benchmark.device import Call
 from kvsketch_lab.benchmark.operations.operation import Operation
 from kvsketch_lab.benchmark.runner import Fields, relative_error
@@ -41,7 +41,7 @@ def by_torch(product: str, x: Tensor, residual: Tensor | None, weights: list[Ten
 
 
 def by_kernel(product: str, x: Tensor, residual: Tensor | None, weights: list[Tensor]) -> list[Tensor]:
-    kernel = ops.kernel_for("thin_linear", x.device)
+    kernel = ops.kernel_for("skinny_matmul", x.device)
     if kernel is None:
         return by_torch(product, x, residual, weights)
     if product == "gate and up":

@@ -201,7 +201,7 @@ class LayerReader:
         return store
 
     def _codes(self, saved: dict[str, Any]) -> SlotCodes:
-        """Keys or values in few bits."""
+        """Quantised keys or values."""
         names = [part for part in PARTS if part != "fresh" or saved["fresh"]]
         parts = {part: self._tensor(f"{saved['name']}.{part}").to(self._device) for part in names}
         codec = Codec(saved["bits"], saved["size"], saved["seed"])

@@ -1,5 +1,5 @@
 """Fewer and faster launches per decode step: Llama-like decoder layers through the kernels of `ops.decoder_layer` and
-`ops.thin_linear`.
+`ops.skinny_matmul`.
 
 The third seam into transformers. `fused(model)` is a context: inside it, and in this thread alone, single-token
 forwards of the model use the kernels. The classes of its family are wrapped only while such a context is open. Only
@@ -88,7 +88,7 @@ class Products(TorchFunctionMode):
 def _thin_kernel(x: Tensor, *weights: Tensor) -> Any:
     """The kernel if it supports these tensors. Other tensor types (quantized, distributed) have their own products."""
     plain = type(x) is Tensor and all(type(weight) is nn.Parameter for weight in weights)
-    kernel = ops.kernel_for("thin_linear", x.device) if plain and x.dim() > 1 and x.shape[-2] == 1 else None
+    kernel = ops.kernel_for("skinny_matmul", x.device) if plain and x.dim() > 1 and x.shape[-2] == 1 else None
     return kernel if kernel is not None and kernel.serves(x, *weights) else None
 
 

@@ -9,17 +9,17 @@ chosen.py          pages of our own, or vLLM's blocks
 cpu.py             the same on a CPU
 backend.py         what vLLM asks of an attention backend
 paged.py           attention over pages that hold one request each
-together.py        the same for layers that decide together what stays
+joint_layers.py    the same for layers that decide together what stays
 behind.py          new tokens behind what pages hold
 divided.py         prompts that vLLM reads in several forwards
-page_book.py       pages outside of vLLM's pool, and whose they are
+page_map.py        pages outside of vLLM's pool, and whose they are
 kept_pages.py      pages of ended requests, in which later ones go on
 layers.py          layers with a sliding window stay vLLM's own
-blocks.py          tokens in few bits in vLLM's own blocks, for `full`
+blocks.py          quantised tokens in vLLM's own blocks, for `full`
 block_backend.py   their attention backend
 connector.py       documents that requests share, as vLLM's KV connector
-library.py         which documents there are
-shelf.py           where they lie on the device
+document_index.py  which documents there are
+document_pool.py   where they lie on the device
 files.py           documents as files
 counts.py          what is counted of the work on pages
 metrics.py         these counts in vLLM's log and its /metrics

@@ -32,9 +32,9 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
 from kvsketch.integrations.vllm import CONNECTOR, layers, settings
 from kvsketch.integrations.vllm.behind import Prompt
-from kvsketch.integrations.vllm.page_book import PageBook
+from kvsketch.integrations.vllm.joint_layers import JointLayers
+from kvsketch.integrations.vllm.page_map import PageMap
 from kvsketch.integrations.vllm.paged import PagedLayer
-from kvsketch.integrations.vllm.together import Together
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import CLOCK, Pages, Planes
@@ -124,7 +124,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         self.pages = torch.zeros(most, dtype=torch.int64, device=device)
         self.seen = torch.zeros(most, dtype=torch.int64, device=device)
         self.layer = vllm_config.compilation_config.static_forward_context[layer_names[0]]
-        self.book: PageBook | None = self.layer.impl.book
+        self.page_map: PageMap | None = self.layer.impl.page_map
         on_gpu = device.type == "cuda"
         self.copied = torch.zeros(most, dtype=torch.int64, pin_memory=on_gpu)
         self.event = torch.cuda.Event() if on_gpu else None
@@ -138,8 +138,8 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         starts = common.query_start_loc_cpu[: count + 1].tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         singles = next((i for i, length in enumerate(lengths) if length != 1), count)
-        last = [] if self.book is None else self._last_pages()
-        if self.book is not None or singles < count:
+        last = [] if self.page_map is None else self._last_pages()
+        if self.page_map is not None or singles < count:
             self.ends = self._ends(common)
         pages, seen = self._requests(common, lengths, last)
         spans = []
@@ -158,23 +158,23 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
         count = common.num_reqs
         pages, seen = self.pages[:count], self.seen[:count]
         pages.copy_(common.block_table_tensor[:count, 0])
-        if self.book is not None:
-            self._look_up(self.book, pages, lengths, last)
+        if self.page_map is not None:
+            self._look_up(self.page_map, pages, lengths, last)
             self._copy(pages)
         # One token for each row of a captured step, also for those that no request stands behind.
         new = common.query_start_loc[1 : count + 1] - common.query_start_loc[:count]
         seen.copy_(common.seq_lens[:count] - new.clamp_min(1))
         return pages, seen
 
-    def _look_up(self, book: PageBook, blocks: Tensor, lengths: list[int], last: list[int]) -> None:
+    def _look_up(self, page_map: PageMap, blocks: Tensor, lengths: list[int], last: list[int]) -> None:
         """Pages instead of `blocks`, in place; new requests get one (synchronises with the GPU)."""
-        book.cover(len(pool_of(self.layer.kv_cache)))
-        book.use(last)
+        page_map.cover(len(pool_of(self.layer.kv_cache)))
+        page_map.use(last)
         new = [i for i, (end, length) in enumerate(zip(self.ends, lengths, strict=True)) if 0 < end == length]
         if new:
             running = blocks.tolist()
-            book.begin([running[i] for i in new if running[i]], running)
-        blocks.copy_(book.pages(blocks))
+            page_map.begin([running[i] for i in new if running[i]], running)
+        blocks.copy_(page_map.pages(blocks))
 
     def _copy(self, pages: Tensor) -> None:
         """Brings the pages to the host while the step runs."""
@@ -190,7 +190,7 @@ class StepBuilder(AttentionMetadataBuilder[Step]):
 
 
 @dataclass
-class TogetherStep(AttentionMetadata):
+class JointStep(AttentionMetadata):
     """Which requests a forward of the model serves, where layers decide together."""
 
     singles: slice | Tensor  # tokens of the forward that come alone
@@ -199,8 +199,8 @@ class TogetherStep(AttentionMetadata):
     prompts: list[Prompt]
 
 
-class TogetherBuilder(StepBuilder):
-    """Makes the `TogetherStep` of a forward, and settles the requests that are due before it.
+class JointBuilder(StepBuilder):
+    """Makes the `JointStep` of a forward, and settles the requests that are due before it.
 
     The host has to know in which pages those lie. It learns that from the step before, whose pages were copied to it
     meanwhile: it waits for nothing, and a request is settled as soon as its room is full.
@@ -211,30 +211,30 @@ class TogetherBuilder(StepBuilder):
     ) -> Any:
         common, count = common_attn_metadata, common_attn_metadata.num_reqs
         impl: KVSketchImpl = self.layer.impl
-        together, pool, last = impl.together, impl.pool(self.layer.kv_cache), self._last_pages()
-        assert together is not None
-        accepted = map(together.accepted, last, self.ends, self.lengths)
-        together.catch_up(pool, zip(last, accepted, strict=True))
+        joint, pool, last = impl.joint, impl.pool(self.layer.kv_cache), self._last_pages()
+        assert joint is not None
+        accepted = map(joint.accepted, last, self.ends, self.lengths)
+        joint.catch_up(pool, zip(last, accepted, strict=True))
         starts = common.query_start_loc_cpu[: count + 1].tolist()
         lengths = self.lengths = [end - start for start, end in pairwise(starts)]
         self.ends = self._ends(common)
         pages, seen = self._requests(common, lengths, last)
-        if self.book is None:
+        if self.page_map is None:
             self._copy(pages)
         single = [i for i, length in enumerate(lengths) if length == 1]
-        if single and together.divided:
-            single = self._close(together, pool, single, max(lengths) > 1)
+        if single and joint.divided:
+            single = self._close(joint, pool, single, max(lengths) > 1)
         if any(self.ends[i] == 1 for i in single):
             numbers = self._last_pages()
             # Page 0 is vLLM's null block: no request.
-            together.start(pool, [numbers[i] for i in single if self.ends[i] == 1 and numbers[i]])
+            joint.start(pool, [numbers[i] for i in single if self.ends[i] == 1 and numbers[i]])
         if max(lengths) > 1:
             return self._mixed(starts, lengths, single)
         # Rows behind these fill up a captured step, which reads the tensors as they are.
         front = slice(0, len(single))
-        return TogetherStep(front, pages[front], seen[front], [])
+        return JointStep(front, pages[front], seen[front], [])
 
-    def _close(self, together: Together, pool: Tensor, single: list[int], mixed: bool) -> list[int]:
+    def _close(self, joint: JointLayers, pool: Tensor, single: list[int], mixed: bool) -> list[int]:
         """Of the requests with one token those that generate; the others have read a part of their prompt.
 
         Where nothing but single tokens comes, the step may be captured, and their prompts end here (synchronises
@@ -242,11 +242,11 @@ class TogetherBuilder(StepBuilder):
         """
         pages = self._last_pages()
         if mixed:
-            return [i for i in single if pages[i] not in together.divided]
-        together.close(pool, [pages[i] for i in single])
+            return [i for i in single if pages[i] not in joint.divided]
+        joint.close(pool, [pages[i] for i in single])
         return single
 
-    def _mixed(self, starts: list[int], lengths: list[int], single: list[int]) -> TogetherStep:
+    def _mixed(self, starts: list[int], lengths: list[int], single: list[int]) -> JointStep:
         """A step with prompts; `single`: requests that generate (synchronises with the GPU)."""
         generate = {*single}
         prompts = [
@@ -256,9 +256,9 @@ class TogetherBuilder(StepBuilder):
         ]
         if single == [*range(len(single))]:
             front = slice(0, len(single))
-            return TogetherStep(front, self.pages[front], self.seen[front], prompts)
+            return JointStep(front, self.pages[front], self.seen[front], prompts)
         rows, at = (torch.tensor(each, device=self.device) for each in (single, [starts[i] for i in single]))
-        return TogetherStep(at, self.pages[rows], self.seen[rows], prompts)
+        return JointStep(at, self.pages[rows], self.seen[rows], prompts)
 
 
 class KVSketchImpl(AttentionImpl[Any]):
@@ -321,9 +321,9 @@ class KVSketchImpl(AttentionImpl[Any]):
                 "--no-enable-prefix-caching saves its bookkeeping.", self.method.name,
             )  # fmt: skip
         self.layer: PagedLayer | None = None
-        self.together: Together | None = None
+        self.joint: JointLayers | None = None
         self.number = 0  # of this layer among those that decide together
-        self.book: PageBook | None = None  # where pages lie in a pool of their own
+        self.page_map: PageMap | None = None  # where pages lie in a pool of their own
         self.inside = 0  # where the part of this layer begins in such a page
 
     def process_weights_after_loading(self, act_dtype: torch.dtype) -> None:
@@ -367,40 +367,40 @@ class KVSketchImpl(AttentionImpl[Any]):
         """The last layer has its page: vLLM's own layers come beside them."""
         free = torch.cuda.mem_get_info()[0] if torch.cuda.is_available() else None
         sizes = [layer.attn_backend.page.nbytes for layer in ours.values()]
-        size, outside = sizes[0] if self.together else sum(sizes), 0
+        size, outside = sizes[0] if self.joint else sum(sizes), 0
         if layers.hand_over(self.config, KVSketchBackend):
             outside, requests = size, self.config.scheduler_config.max_num_seqs
             settings.refuse_pages(str(self.method), requests, size, free)
             settings.refuse_shelf(self.config)
-            book = PageBook(requests, size, torch.device(self.config.device_config.device_type))
+            page_map = PageMap(requests, size, torch.device(self.config.device_config.device_type))
             block, one_group = layers.beside(self.config, ours)
             first = None if one_group else next(iter(ours))
             for (name, layer), begin in zip(ours.items(), accumulate(sizes, initial=0), strict=False):
-                layer.impl.book, layer.impl.inside = book, 0 if self.together else begin
+                layer.impl.page_map, layer.impl.inside = page_map, 0 if self.joint else begin
                 layer.attn_backend.outside = block
                 # All have one block of a request, in one group of vLLM or that of the first.
                 layer.kv_sharing_target_layer_name = None if name == first else first
-        if self.together is not None:
+        if self.joint is not None:
             connected = connect(self.config, beside=bool(outside))
             settings.refuse_share(self.method, connected)
             settings.refuse_drafts(self.config, self.method, connected)
             divides = connected and self.config.scheduler_config.enable_chunked_prefill
             longest = self.config.model_config.max_model_len if divides else 0
-            self.together.most_whole = most = settings.most_whole(longest, self.together.token_bytes, free)
-            self.together.most_held = max(most, self.config.scheduler_config.max_num_batched_tokens)
+            self.joint.most_whole = most = settings.most_whole(longest, self.joint.token_bytes, free)
+            self.joint.most_held = max(most, self.config.scheduler_config.max_num_batched_tokens)
             if most:
                 logger.info_once(
                     "kvsketch: prompts that vLLM reads in several forwards are held whole until the last, up to %d "
                     "tokens (%.1f MB) of them at a time; others are rehearsed in parts", most,
-                    most * self.together.token_bytes / 1e6,
+                    most * self.joint.token_bytes / 1e6,
                 )  # fmt: skip
         else:
             forget_connectors()
             settings.refuse_drafts(self.config, self.method, connected=False)
-        if self.together is not None and (asked := settings.documents_asked(self.config)) is not None:
+        if self.joint is not None and (asked := settings.documents_asked(self.config)) is not None:
             settings.refuse_files(self.config, asked)
-            self.together.config = self.config.model_config.hf_text_config
-            free = self.together.open_shelf(settings.document_method(self.method, asked), asked.count, free)
+            self.joint.config = self.config.model_config.hf_text_config
+            free = self.joint.open_documents(settings.document_method(self.method, asked), asked.count, free)
         pages, others = layers.shares(self.config, outside)
         logger.info_once(settings.one_request(str(self.method), self.config.model_config.max_model_len, pages, others))
         settings.bound_captures(self.config.compilation_config, pages.nbytes + others.nbytes - outside, free)
@@ -411,16 +411,16 @@ class KVSketchImpl(AttentionImpl[Any]):
         """The first layer has the pages, the others share them."""
         name, first = next(iter(ours.items()))
         if layer is first:
-            self.together = Together(method, shares=settings.documents_asked(self.config) is not None)
-            shape = self.together.shape(
+            self.joint = JointLayers(method, shares=settings.documents_asked(self.config) is not None)
+            shape = self.joint.shape(
                 len(ours), self.num_kv_heads, self.num_heads, self.head_size, layer.head_size_v,
                 layer.kv_cache_torch_dtype, self.config.model_config.max_model_len,
             )  # fmt: skip
-            layer.attn_backend = KVSketchBackend.of(shape, block_size, TogetherBuilder)
+            layer.attn_backend = KVSketchBackend.of(shape, block_size, JointBuilder)
         else:
-            self.together, layer.attn_backend = first.impl.together, first.attn_backend
+            self.joint, layer.attn_backend = first.impl.joint, first.attn_backend
             layer.kv_sharing_target_layer_name = name
-        assert self.together is not None
+        assert self.joint is not None
         mine, leads = (
             (each.num_kv_heads, each.num_heads, each.head_size, each.head_size_v, each.impl.scale)
             for each in (layer, first)
@@ -430,7 +430,7 @@ class KVSketchImpl(AttentionImpl[Any]):
                 f"kvsketch cannot serve {method.name} in vLLM for layers of different heads or scales, {mine} beside "
                 f"{leads}; use a method such as snapkv"
             )
-        self.number = self.together.join(place, self.scale, self.options)
+        self.number = self.joint.join(place, self.scale, self.options)
 
     def forward(
         self,
@@ -439,7 +439,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         key: Tensor,
         value: Tensor,
         kv_cache: Tensor,
-        attn_metadata: Step | TogetherStep | None,
+        attn_metadata: Step | JointStep | None,
         output: Tensor,
         output_scale: Tensor | None = None,
         output_block_scale: Tensor | None = None,
@@ -453,16 +453,16 @@ class KVSketchImpl(AttentionImpl[Any]):
             self._forward_together(attn_metadata, kv_cache, query, key, value, output)
         else:
             output.fill_(0)  # vLLM measures memory
-            if self.together is not None and len(query) == self.config.scheduler_config.max_num_batched_tokens:
+            if self.joint is not None and len(query) == self.config.scheduler_config.max_num_batched_tokens:
                 if self.number == 0:
-                    self.together.begin(None)
-                self.together.measure(self.number, query, key, value)
-                self._finish(self.together)
+                    self.joint.begin(None)
+                self.joint.measure(self.number, query, key, value)
+                self._finish(self.joint)
         return output
 
     def pool(self, kv_cache: Any) -> Tensor:  # [P, bytes of a page] uint8
         """The pages of this layer, or of all that share it."""
-        return pool_of(kv_cache) if self.book is None else self.book.pool[:, self.inside :]
+        return pool_of(kv_cache) if self.page_map is None else self.page_map.pool[:, self.inside :]
 
     def _forward(self, step: Step, pages: Pages, query: Tensor, key: Tensor, value: Tensor, output: Tensor) -> None:
         assert self.layer is not None
@@ -480,21 +480,21 @@ class KVSketchImpl(AttentionImpl[Any]):
                 output[new] = self.layer.prefill(pages, page, seen, *tokens)
 
     def _forward_together(
-        self, step: TogetherStep, kv_cache: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor
+        self, step: JointStep, kv_cache: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor
     ) -> None:
-        together, at = self.together, step.singles
-        assert together is not None
+        joint, at = self.joint, step.singles
+        assert joint is not None
         if self.number == 0:
-            together.begin(self.pool(kv_cache))
+            joint.begin(self.pool(kv_cache))
         if len(step.pages):
-            output[at] = together.decode(self.number, step.pages, step.seen, query[at], key[at], value[at])
+            output[at] = joint.decode(self.number, step.pages, step.seen, query[at], key[at], value[at])
         if step.prompts:
-            together.read_prompts(self.number, step.prompts, query, key, value, output)
-        self._finish(together)
+            joint.read_prompts(self.number, step.prompts, query, key, value, output)
+        self._finish(joint)
 
-    def _finish(self, together: Together) -> None:
-        if self.number == len(together.places) - 1:
-            together.finish()
+    def _finish(self, joint: JointLayers) -> None:
+        if self.number == len(joint.places) - 1:
+            joint.finish()
 
 
 def connect(config: VllmConfig, beside: bool) -> bool:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.integrations.vllm.shelf import Beside
+from kvsketch.integrations.vllm.document_pool import Beside
 from kvsketch.slots.pages import RequestPages, TurnRows
 
 TILE = 64  # lengths are filled up to a multiple of it: kernels are compiled for few of them

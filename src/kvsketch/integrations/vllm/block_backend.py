@@ -1,4 +1,4 @@
-"""What vLLM asks of an attention backend, answered with vLLM's own token blocks, in few bits.
+"""What vLLM asks of an attention backend, answered with vLLM's own token blocks, quantised.
 
 vLLM counts and shares blocks of tokens as it always does, so that prefix caching, chunked prefill, preemption and
 scheduling are its own. Only what lies in a block is ours (`ops.token_blocks`).

@@ -1,4 +1,4 @@
-"""Attention of one layer over blocks of tokens in few bits, which requests share; knows nothing of vLLM.
+"""Attention of one layer over blocks of quantised tokens, which requests share; knows nothing of vLLM.
 
 New tokens are written first. Single tokens of many requests are one batch, and read blocks alone. Several tokens, a
 prompt or a chunk of it, are read request by request: they attend to each other as they are, and to those before them

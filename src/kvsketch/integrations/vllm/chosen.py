@@ -1,4 +1,4 @@
-"""The attention backend CUSTOM: token blocks for `full` in few bits, pages of one request for every other method."""
+"""The attention backend CUSTOM: token blocks for quantised `full`, pages of one request for every other method."""
 
 from __future__ import annotations
 

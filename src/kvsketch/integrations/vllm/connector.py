@@ -40,9 +40,10 @@ from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from kvsketch.integrations.vllm.backend import pool_of
 from kvsketch.integrations.vllm.counts import REUSED, Counts
+from kvsketch.integrations.vllm.document_index import NAME, STORE, DocumentIndex, Stored, Use
 from kvsketch.integrations.vllm.files import Filed, listed, path_of
+from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.kept_pages import WAIT, LivePage, Turn
-from kvsketch.integrations.vllm.library import NAME, STORE, Library, Stored, Use
 from kvsketch.integrations.vllm.metrics import PromMetrics, Stats
 from kvsketch.integrations.vllm.settings import (
     AUTOMATIC,
@@ -51,7 +52,6 @@ from kvsketch.integrations.vllm.settings import (
     documents_asked,
     turns_asked,
 )
-from kvsketch.integrations.vllm.together import Together
 
 logger = init_logger(f"vllm.{__name__}")
 
@@ -84,7 +84,7 @@ class Settled(KVConnectorWorkerMetadata):
 
 
 @dataclass
-class Asked:
+class OpenRequest:
     """A request that has not ended."""
 
     use: Use = field(default_factory=Use)
@@ -112,15 +112,15 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         files, self.folder = {}, None if asked is None else asked.path
         if asked is not None and role == KVConnectorRole.SCHEDULER and self.folder is not None:
             files = listed(self.folder, vllm_config.model_config.hf_text_config, document_method(method, asked))
-        self.library = Library(0 if asked is None else asked.count, files)
+        self.document_index = DocumentIndex(0 if asked is None else asked.count, files)
         self.kept = turns_asked(vllm_config, method)
         self.blocks: Any = None  # vLLM's pool of blocks
         self.held: list[Any] = []  # blocks of kept pages that vLLM has not let go yet, or only just
         self.ended: set[int] = set()
         self.number = 0  # of the last forward that was told, on either side
         self.since: dict[int, int] = {}  # by page, the forward in which its request begins
-        self.told: dict[int, int] = {}  # the workers' side: what the scheduler knows of `Together.settled`
-        self.requests: dict[str, Asked] = {}
+        self.told: dict[int, int] = {}  # the workers' side: what the scheduler knows of `JointLayers.settled`
+        self.requests: dict[str, OpenRequest] = {}
         self.group = next(
             (n for n, each in enumerate(kv_cache_config.kv_cache_groups) if _is_ours(each.kv_cache_spec)), None
         )
@@ -144,18 +144,18 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             self.kept = None  # a vLLM that cannot keep a block until it is needed
 
     def on_new_request(self, request: Any) -> None:
-        self.requests[request.request_id] = Asked()
+        self.requests[request.request_id] = OpenRequest()
 
     def get_num_new_matched_tokens(self, request: Any, num_computed_tokens: int) -> tuple[int | None, bool]:
-        asked = self.requests.setdefault(request.request_id, Asked())
+        asked = self.requests.setdefault(request.request_id, OpenRequest())
         self._preempted(asked)
         asked.request = request
         given = request.kv_transfer_params or {}
         prompt = request.prompt_token_ids or []
-        if self.library.is_reading(prompt, given.get(NAME)) and not request.skip_reading_prefix_cache:
+        if self.document_index.is_reading(prompt, given.get(NAME)) and not request.skip_reading_prefix_cache:
             return None, False
         try:
-            asked.use = self.library.use(request.request_id, prompt, given.get(NAME))
+            asked.use = self.document_index.use(request.request_id, prompt, given.get(NAME))
         except (KeyError, ValueError) as error:
             asked.failed, asked.answer = True, {"kvsketch_error": str(error.args[0])}
             logger.warning("kvsketch: request %s: %s", request.request_id, error.args[0])
@@ -168,7 +168,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             return None, False
         return asked.use.before if asked.turn is None else asked.turn.tokens, False
 
-    def _turn(self, request: Any, asked: Asked) -> Turn | None:
+    def _turn(self, request: Any, asked: OpenRequest) -> Turn | None:
         """The page of an earlier request that this one goes on from. It is not taken yet: vLLM may ask again."""
         self._let_go()
         if self.kept is None or asked.stores is not None or not _only_tokens(request):
@@ -185,7 +185,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             self.blocks.free_block_queue.prepend_n([block])
         return turn
 
-    def _live(self, but: Asked) -> Iterator[LivePage]:
+    def _live(self, but: OpenRequest) -> Iterator[LivePage]:
         """Pages of requests that run."""
         for asked in self.requests.values():
             if asked is but or asked.page is None or asked.array is None or asked.failed or asked.stores is not None:
@@ -197,7 +197,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
     def _key(self, request: Any, use: Use) -> tuple[Any, ...]:
         """What a page depends on beside the tokens."""
         adapter = request.lora_request
-        return adapter and adapter.lora_int_id, request.cache_salt, use, self.library.version(use.place)
+        return adapter and adapter.lora_int_id, request.cache_salt, use, self.document_index.version(use.place)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
         assert self.group is not None
@@ -223,8 +223,8 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         for request in scheduler_output.preempted_req_ids or ():
             self._preempted(self.requests.get(request))
         self.number += 1
-        told = Told(self.number, self.ended, loads=self.library.loads)
-        self.ended, self.library.loads = set(), {}
+        told = Told(self.number, self.ended, loads=self.document_index.loads)
+        self.ended, self.document_index.loads = set(), {}
         counts = scheduler_output.num_scheduled_tokens
         for request, scheduled in counts.items():
             asked = self.requests.get(request)
@@ -248,11 +248,11 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             ):
                 self._unstore(request, asked)
             elif asked.request.num_computed_tokens >= asked.tokens and asked.stores is not None:
-                self.library.stored(asked.stores)
+                self.document_index.stored(asked.stores)
             self._copy(told, asked)
         return told
 
-    def _copy(self, told: Told, asked: Asked) -> None:
+    def _copy(self, told: Told, asked: OpenRequest) -> None:
         """Keeps a copy of a page that is about to be decided about, where a page is free that nobody goes on in."""
         page = asked.page
         if self.kept is None or page is None or asked.copied or asked.stores is not None:
@@ -270,13 +270,13 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             told.copies[block.block_id] = page
         self.blocks.unpin_blocks([block], self._given_away)
 
-    def _preempted(self, asked: Asked | None) -> None:
+    def _preempted(self, asked: OpenRequest | None) -> None:
         """A request has no page any more; one that has not begun since it got its page has that."""
         if asked is not None and asked.begun and asked.page is not None:
             self.ended.add(asked.page)
             asked.begun, asked.page = False, None
 
-    def _tell(self, told: Told, request: str, asked: Asked, scheduled: int) -> None:
+    def _tell(self, told: Told, request: str, asked: OpenRequest, scheduled: int) -> None:
         """A request begins, with so many tokens of its prompt."""
         assert asked.page is not None
         asked.begun, prompt = True, asked.prompt
@@ -289,14 +289,14 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         if asked.stores is None:
             return
         try:
-            together = self._together()
-            if scheduled < len(prompt) and (together is None or len(prompt) > together.most_whole):
+            joint = self._joint()
+            if scheduled < len(prompt) and (joint is None or len(prompt) > joint.most_whole):
                 raise ValueError(
                     f"a document of {len(prompt)} tokens is read in pieces of {scheduled}; use "
                     f"--no-enable-chunked-prefill and --max-num-batched-tokens of {len(prompt)} or more"
                 )
             path = None if self.folder is None else path_of(self.folder, asked.stores)
-            document = self.library.store(request, asked.stores, prompt)
+            document = self.document_index.store(request, asked.stores, prompt)
         except ValueError as error:
             asked.answer = {"kvsketch_error": str(error)}
             logger.warning("kvsketch: request %s: %s", request, error)
@@ -304,23 +304,23 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         told.stores[asked.page] = Stored(document.place, path, document.digest or "")
         asked.use = Use(document.place, document.tokens)
         if path is not None:
-            self.library.files[document.name] = Filed(path, document.tokens, document.digest)
+            self.document_index.files[document.name] = Filed(path, document.tokens, document.digest)
         asked.answer = {NAME: document.name, "kvsketch_tokens": document.tokens}
 
     def request_finished(self, request: Any, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         asked = self.requests.pop(request.request_id, None)
-        self.library.release(request.request_id)
+        self.document_index.release(request.request_id)
         if asked is None:
             return False, None
         if asked.page is not None:
             self.ended.add(asked.page)
         if asked.stores is not None and NAME in asked.answer:
             is_whole = request.num_computed_tokens >= asked.tokens
-            (self.library.stored if is_whole else self.library.drop)(asked.stores)
+            (self.document_index.stored if is_whole else self.document_index.drop)(asked.stores)
         self._keep(request, asked)
         return False, asked.answer or None
 
-    def _keep(self, request: Any, asked: Asked) -> None:
+    def _keep(self, request: Any, asked: OpenRequest) -> None:
         """The page of a request that has ended stays as it is until vLLM needs it."""
         if self.kept is None or not asked.page or asked.failed or not request.num_output_tokens:
             return
@@ -353,21 +353,21 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             own = {page: count for page, count in told.pages.items() if told.number >= self.since.get(page, 0)}
             self.kept.settled.update(own)
 
-    def _unstore(self, request: str, asked: Asked) -> None:
-        """A prompt whose last token comes in a step of single tokens does not become a document (`Together.close`)."""
-        self.library.drop(str(asked.stores))
+    def _unstore(self, request: str, asked: OpenRequest) -> None:
+        """A prompt whose last token comes in a step of single tokens is no document (`JointLayers.close`)."""
+        self.document_index.drop(str(asked.stores))
         error = f"the last token of document {asked.stores!r} was read alone; store it again"
         asked.answer, asked.use = {"kvsketch_error": error}, Use()
         logger.warning("kvsketch: request %s: %s", request, error)
 
     def get_kv_connector_stats(self) -> Stats | None:
         """Both sides are asked after each step; the scheduler's when vLLM has let go pages of requests that ended."""
-        together = None
+        joint = None
         if self.role == KVConnectorRole.SCHEDULER:
             self._let_go()
         else:
-            together = self._together()
-        told = (self.counts if together is None else together.counts).take()
+            joint = self._joint()
+        told = (self.counts if joint is None else joint.counts).take()
         return Stats(told) if told and self.reports else None
 
     @classmethod
@@ -390,7 +390,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             name for name, asked in self.requests.items()
             if asked.page is not None and self.blocks.blocks[asked.page].ref_cnt
         }  # fmt: skip
-        lost = self.library.clear(running)
+        lost = self.document_index.clear(running)
         if lost:
             logger.warning(
                 "kvsketch: vLLM resets its caches, as before sleep and for new weights, and documents are gone: %s; "
@@ -407,23 +407,23 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         super().bind_connector_metadata(connector_metadata)
         assert isinstance(connector_metadata, Told)
         self.failed |= connector_metadata.failed
-        together = self._together()
-        if together is not None and self.pool is not None:
+        joint = self._joint()
+        if joint is not None and self.pool is not None:
             told, self.number = connector_metadata, connector_metadata.number
-            together.forget(told.ended)
-            together.prompts |= told.prompts
+            joint.forget(told.ended)
+            joint.prompts |= told.prompts
             for page in (*told.uses, *told.turns):
                 self.told.pop(page, None)  # the scheduler has forgotten it
             for page, source in told.copies.items():
-                together.copy(self.pool, source, page)
-                self.told[page] = together.settled[page]
+                joint.copy(self.pool, source, page)
+                self.told[page] = joint.settled[page]
             # First: a page that a turn is copied from may be another's in this very step.
             for page, turn in told.turns.items():
-                together.go_on(self.pool, page, turn)
-            self.failed |= together.begin_requests(self.pool, told.uses, told.stores, told.loads)
+                joint.go_on(self.pool, page, turn)
+            self.failed |= joint.begin_requests(self.pool, told.uses, told.stores, told.loads)
 
-    def _together(self) -> Together | None:
-        result = (getattr(layer.impl, "together", None) for layer in self._layers().values())
+    def _joint(self) -> JointLayers | None:
+        result = (getattr(layer.impl, "joint", None) for layer in self._layers().values())
         return next((each for each in result if each is not None), None)
 
     def _layers(self) -> dict[str, Any]:
@@ -431,10 +431,10 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         return {name: layer for name, layer in every.items() if getattr(layer, "impl", None) is not None}
 
     def build_connector_worker_meta(self) -> Settled | None:
-        together = self._together()
-        if together is None:
+        joint = self._joint()
+        if joint is None:
             return None
-        new = {page: count for page, count in together.settled.items() if self.told.get(page) != count}
+        new = {page: count for page, count in joint.settled.items() if self.told.get(page) != count}
         self.told.update(new)
         return Settled(new, self.number) if new else None
 
@@ -444,7 +444,7 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
         """Pages are written by the layers themselves, but for the document that a request continues."""
-        first = next(name for name, layer in self._layers().items() if getattr(layer.impl, "together", None))
+        first = next(name for name, layer in self._layers().items() if getattr(layer.impl, "joint", None))
         self.pool = pool_of(kv_caches[first])
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:

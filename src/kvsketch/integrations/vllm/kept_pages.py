@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-LEAST = 64  # tokens that are worth to go on from
+MIN_SHARED_TOKENS = 64  # tokens that are worth to go on from
 SOON = 16  # tokens before a decision, at which a page may be copied; half as many before it no more
 REPORT = 8  # tokens after a prompt until which its workers must have said what was decided
 
@@ -62,7 +62,7 @@ class KeptPages:
 
     def keep(self, page: int, tokens: Sequence[int], key: Hashable, before: int = 0) -> bool:
         """Whether a page of so many tokens is worth to be kept; then it is."""
-        if len(tokens) < LEAST:
+        if len(tokens) < MIN_SHARED_TOKENS:
             return False
         self.pages[page] = KeptPage(np.fromiter(tokens, np.int64, len(tokens)), key, before)
         return True
@@ -79,7 +79,7 @@ class KeptPages:
             if page.key != key:
                 continue
             same, known = _common(page.prompt, prompt[:-1]), 0 if best is None else best.tokens
-            if same < max(LEAST, known + 1):
+            if same < max(MIN_SHARED_TOKENS, known + 1):
                 continue
             if self._can_be_cut(page.page, page.computed, page.before, same) and page.computed >= len(page.prompt):
                 best = Turn(page.page, same)
@@ -94,7 +94,7 @@ class KeptPages:
         for number, page in self.pages.items():
             if page.key == key:
                 same = _common(page.tokens, wanted)
-                is_longer = same >= LEAST and (best is None or same > best.tokens)
+                is_longer = same >= MIN_SHARED_TOKENS and (best is None or same > best.tokens)
                 if is_longer and self._can_be_cut(number, len(page.tokens), page.before, same):
                     best = Turn(number, same)
         return best

@@ -16,7 +16,7 @@ from kvsketch.methods.parameters import RANDOM
 from kvsketch.methods.rehearse import LEARNED
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.codec import Codec
-from kvsketch.slots.codes import PLAIN
+from kvsketch.slots.codes import UNQUANTISED
 from kvsketch.slots.pages import CLOCK
 
 KEY = "kvsketch"
@@ -89,7 +89,7 @@ def keeps_all(additional_config: Any) -> bool:
 
 
 def chosen_full(additional_config: Any) -> Method:
-    """The method, if it keeps every token in few bits; ValueError, in one line, for one that does not."""
+    """The method, if it quantises every token; ValueError, in one line, for one that does not."""
     method = _named(additional_config)
     if (reason := method.capabilities.vllm.reason) is not None:
         raise ValueError(f"{method} cannot be served by vLLM: {reason}, or drop --attention-backend CUSTOM")
@@ -139,7 +139,7 @@ def servable(method: Method) -> BudgetedMethod:
 
 
 @dataclass(frozen=True)
-class DocumentsAsked:
+class DocumentsRequest:
     """What the connector was asked for."""
 
     budget: int  # tokens of a document that each KV head keeps, on average
@@ -151,7 +151,7 @@ class DocumentsAsked:
         return None if self.folder is None else Path(self.folder)
 
 
-def documents_asked(config: Any) -> DocumentsAsked | None:
+def documents_asked(config: Any) -> DocumentsRequest | None:
     """The documents that requests are to share; None: none. ValueError, in one line, for wrong settings."""
     transfer = config.kv_transfer_config
     if transfer is None or transfer.kv_connector != CONNECTOR:
@@ -161,13 +161,13 @@ def documents_asked(config: Any) -> DocumentsAsked | None:
     given = {"count": 4, **transfer.kv_connector_extra_config}
     for name in {"budget", "count"} | given.keys():
         value = given.get(name)
-        if name not in (known := [field.name for field in fields(DocumentsAsked)]):
+        if name not in (known := [field.name for field in fields(DocumentsRequest)]):
             raise ValueError(f"{CONNECTOR} knows no {name!r}; use {', '.join(known)}")
         if name == "folder":
             continue
         if not isinstance(value, int) or value < 1:
             raise ValueError(f"{CONNECTOR}: {name}={value!r} is no whole number of 1 or more")
-    return DocumentsAsked(**given)
+    return DocumentsRequest(**given)
 
 
 def turns_asked(config: Any, method: BudgetedMethod) -> KeptPages | None:
@@ -179,14 +179,14 @@ def turns_asked(config: Any, method: BudgetedMethod) -> KeptPages | None:
     return KeptPages(method.most_waiting, method.recent_size.of(method.budget_size.of(CLOCK)))
 
 
-def document_method(method: BudgetedMethod, asked: DocumentsAsked) -> WaitingMethod:
+def document_method(method: BudgetedMethod, asked: DocumentsRequest) -> WaitingMethod:
     """The method that reads documents; ValueError for one that cannot share them."""
     if not isinstance(method, WaitingMethod):
         raise ValueError(f"{CONNECTOR} shares documents of rehearse, and {method.name} was named")
     return replace(method, budget=asked.budget)
 
 
-def refuse_files(config: Any, asked: DocumentsAsked) -> None:
+def refuse_files(config: Any, asked: DocumentsRequest) -> None:
     """Raises ValueError, in one line, for files of documents that several processes would hold parts of."""
     processes = config.parallel_config.tensor_parallel_size * config.parallel_config.pipeline_parallel_size
     if asked.folder is not None and processes > 1:
@@ -202,7 +202,7 @@ def refuse_shelf(config: Any) -> None:
 def refuse_bits(method: Method, size: int) -> None:
     """Raises ValueError, in one line, where heads of this size cannot be stored in the bits of the method."""
     refuse_basis(method)
-    for bits in {*method.stored_bits.pair} - {PLAIN}:
+    for bits in {*method.stored_bits.pair} - {UNQUANTISED}:
         Codec(bits, size)
 
 

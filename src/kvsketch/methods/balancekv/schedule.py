@@ -17,7 +17,7 @@ from torch import Tensor
 from kvsketch.slots.state import ANY, Range, TableState, on_host, per_row, per_slot
 from kvsketch.slots.table import SlotTable
 
-NEVER = 1 << 62
+NO_LIMIT = 1 << 62
 ZERO_VALUE = 63  # bucket of tokens without a value; 0: not entered; 1 .. 62: floor(log2 |v|) + 32
 
 
@@ -67,7 +67,7 @@ class Balanced(TableState):
         self.schedule[rows, 0] += count
 
     def retire_row(self, row: int) -> None:
-        self.schedule[row, 1] = NEVER
+        self.schedule[row, 1] = NO_LIMIT
 
     def misfit(self, table: SlotTable) -> str:
         """Full rows make room for one token or more."""

@@ -131,7 +131,7 @@ def _unclustered_first(order: Tensor, before: Tensor) -> Tensor:  # [B, H, n] in
 
 
 def arrange(table: SlotTable) -> None:
-    """Moves the slots of clustered tokens in few bits together, cluster by cluster.
+    """Moves the slots of clustered quantised tokens together, cluster by cluster.
 
     Rows of codes are short: in runs they are read faster than one by one.
     """

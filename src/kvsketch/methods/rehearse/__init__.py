@@ -15,7 +15,7 @@ from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Size, Tokens
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
 from kvsketch.methods.parameters import carried, option
-from kvsketch.methods.rehearse.compacting import Stretch, chosen, settle_behind, undecided
+from kvsketch.methods.rehearse.compacting import TokenRange, chosen, settle_behind, undecided
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.rehearse.refit import queries_of
 from kvsketch.methods.replay import Piece, Replay, equal_chunks, first_keys, pieces_of
@@ -31,7 +31,7 @@ from kvsketch.methods.waiting import (
 )
 from kvsketch.slots import coding
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.codes import FEW, PLAIN
+from kvsketch.slots.codes import FEW, UNQUANTISED
 from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pauses import pause
@@ -44,7 +44,7 @@ QUERIES = 1024  # of a chunk and KV head that a refit takes; on a CPU the first 
 # Bits of keys and values by the share of the bytes, from which on. Fewer bits leave room for more tokens, and answer
 # more the smaller the share (docs/quantisation.md); bits by layer or head, by what rounding costs, answer less.
 BITS_BY_BYTES = ((Fraction(3, 32), 4, 4), (Fraction(3, 64), 4, 2), (Fraction(0), 3, 2))
-COMPACT, EVER = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
+COMPACT, UNLIMITED = "compact", 1 << 40  # `wait` of tokens about which `CompressedCache.compact` decides
 
 
 def with_replay(text: str, method: Method, replay: str) -> Method:
@@ -224,22 +224,22 @@ class Rehearse(WaitingMethod):
         # Last, so that all of it is on its way while the device still refits.
         require_finite(tables)
 
-    def compact(self, tables: Sequence[SlotTable], stretches: Sequence[Stretch]) -> None:
+    def compact(self, tables: Sequence[SlotTable], ranges: Sequence[TokenRange]) -> None:
         """Rehearses stretches of the tokens that wait, each to a size of its own (`compacting`)."""
         # A text that is too short for codes waits for more of it.
-        if tables[0].waits_for_codes or not (rest := undecided(tables, stretches)):
+        if tables[0].waits_for_codes or not (rest := undecided(tables, ranges)):
             return
         count, behind = rest[-1].end - rest[0].begin, tables[0].seen - rest[-1].end
         lengths = [length for each in rest for length in equal_chunks(each.end - each.begin, self.chunk)]
         for table in tables:
             self.replayer(table).virtual(table, self.queue(table).kept_queries(count), lengths, behind)
-        self.keep_stretches(tables, rest)
+        self.keep_ranges(tables, rest)
 
-    def keep_stretches(self, tables: Sequence[SlotTable], stretches: Sequence[Stretch]) -> None:
+    def keep_ranges(self, tables: Sequence[SlotTable], ranges: Sequence[TokenRange]) -> None:
         """Keeps the best of stretches that have scores: the first that wait, without gaps."""
-        count, behind = stretches[-1].end - stretches[0].begin, tables[0].seen - stretches[-1].end
+        count, behind = ranges[-1].end - ranges[0].begin, tables[0].seen - ranges[-1].end
         waiting = [self.queue(table).kept_bytes(count, behind) for table in tables]
-        self.keep_refitted(tables, chosen(tables, stretches, self.sinks, self.share), behind)
+        self.keep_refitted(tables, chosen(tables, ranges, self.sinks, self.share), behind)
         for table, queries in zip(tables, waiting, strict=True):
             settle_behind(table, queries, self.room_behind(table.seen))
 
@@ -264,7 +264,7 @@ class Rehearse(WaitingMethod):
         first = first_keys(table, self.sinks)
         sinks = first.flatten(0, 1) if first.shape[2] else None
         held = None
-        if table.context.bits.keys != PLAIN:
+        if table.context.bits.keys != UNQUANTISED:
             coding.code(table, "keys")
             held = newest(table, slots, behind)[0]
         folds = self.refit == "fold"
@@ -312,7 +312,7 @@ class Rehearse(WaitingMethod):
 
     @property
     def most_waiting(self) -> int:
-        return EVER if self.told else min(self.chunk, int(self.wait))
+        return UNLIMITED if self.told else min(self.chunk, int(self.wait))
 
     @property
     def told(self) -> bool:

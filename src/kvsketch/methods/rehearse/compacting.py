@@ -16,13 +16,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from kvsketch.methods.allocation import NEG_INF, winners
 from kvsketch.methods.budget import Size, Tokens
-from kvsketch.methods.divide import NEG_INF, winners
 from kvsketch.methods.waiting import ALWAYS, Waiting, lengthened, own_sinks
 from kvsketch.slots.table import SlotTable
 
 
-class Stretch(NamedTuple):
+class TokenRange(NamedTuple):
     """Tokens `begin` up to `end` of a table; of these `size` stay in a head on average, None: all."""
 
     begin: int
@@ -30,25 +30,25 @@ class Stretch(NamedTuple):
     size: Size | None = None
 
 
-def undecided(tables: Sequence[SlotTable], stretches: Sequence[Stretch]) -> list[Stretch]:
+def undecided(tables: Sequence[SlotTable], ranges: Sequence[TokenRange]) -> list[TokenRange]:
     """Stretches, which follow each other, without gaps, from the first on that has a size; what is before it stays."""
-    todo = without_gaps(stretches, tables[0].settled)
+    todo = without_gaps(ranges, tables[0].settled)
     first = next((number for number, each in enumerate(todo) if each.size is not None), len(todo))
     for table in tables if first else ():
         settle_whole(table, todo[first - 1].end)
     return todo[first:]
 
 
-def without_gaps(stretches: Sequence[Stretch], begin: int) -> list[Stretch]:
+def without_gaps(ranges: Sequence[TokenRange], begin: int) -> list[TokenRange]:
     """Stretches from `begin` on, and those between them, which keep all tokens."""
-    result: list[Stretch] = []
-    for stretch in stretches:
-        if stretch.end <= begin:
+    result: list[TokenRange] = []
+    for part in ranges:
+        if part.end <= begin:
             continue
-        if stretch.begin > begin:
-            result.append(Stretch(begin, stretch.begin))
-        result.append(stretch._replace(begin=max(begin, stretch.begin)))
-        begin = stretch.end
+        if part.begin > begin:
+            result.append(TokenRange(begin, part.begin))
+        result.append(part._replace(begin=max(begin, part.begin)))
+        begin = part.end
     return result
 
 
@@ -70,16 +70,16 @@ def settle_behind(table: SlotTable, queries: Tensor, room: int) -> None:
     state.queries, state.score = lengthened(queries, behind + room), None
 
 
-def chosen(tables: Sequence[SlotTable], stretches: Sequence[Stretch], sinks: int, share: str) -> list[Tensor]:
+def chosen(tables: Sequence[SlotTable], ranges: Sequence[TokenRange], sinks: int, share: str) -> list[Tensor]:
     """Which slots [B, H, S] stay: the best of each stretch, and all that lies outside."""
     index = [table.index_slots() for table in tables]
     keep = [each >= 0 for each in index]
-    for stretch in stretches:
-        if stretch.size is None:
+    for part in ranges:
+        if part.size is None:
             continue
-        inside = [(each >= stretch.begin) & (each < stretch.end) for each in index]
+        inside = [(each >= part.begin) & (each < part.end) for each in index]
         worth = [worth_of(table, own, sinks) for table, own in zip(tables, inside, strict=True)]
-        best = winners(tables, worth, [sized(table, stretch) for table in tables], share)
+        best = winners(tables, worth, [sized(table, part) for table in tables], share)
         keep = [stays & ~own | won for stays, own, won in zip(keep, inside, best, strict=True)]
     return keep
 
@@ -92,10 +92,10 @@ def worth_of(table: SlotTable, inside: Tensor, sinks: int) -> Tensor:  # [B, H, 
     return score.masked_fill(always, ALWAYS).masked_fill_(~inside, NEG_INF)
 
 
-def sized(table: SlotTable, stretch: Stretch) -> Tokens:
+def sized(table: SlotTable, part: TokenRange) -> Tokens:
     """Tokens of a stretch that a head keeps on average, by row: left padding does not count."""
-    assert stretch.size is not None
+    assert part.size is not None
     if table.padding is None:
-        return stretch.size.of(stretch.end - stretch.begin)
-    real = stretch.end - torch.maximum(table.padding, torch.full_like(table.padding, stretch.begin))
-    return stretch.size.of(real.clamp_min(0).view(-1, 1, 1))
+        return part.size.of(part.end - part.begin)
+    real = part.end - torch.maximum(table.padding, torch.full_like(table.padding, part.begin))
+    return part.size.of(real.clamp_min(0).view(-1, 1, 1))

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kvsketch.methods.rehearse.refit import Slots, fold, queries_of, refit, solved, worth_it
 from kvsketch.ops.common.products import product
-from kvsketch.ops.take_rows import Sources, take_rows_of
+from kvsketch.ops.gather_rows import Sources, gather_rows_of
 from kvsketch.slots.pauses import pause
 from kvsketch.slots.tensors import rows_of, uploaded
 
-# Entries of A of a batch of problems, by kind of device; a problem counts as LEAST slots or more, and on a CPU as all.
+# Entries of A of a batch of problems, by kind of device; a problem counts as MIN_SLOTS slots or more.
 MAX_ENTRIES = {"cuda": 1 << 28, "cpu": 1 << 22}  # on a CPU a few problems
-LEAST = {"cuda": 512, "cpu": 1 << 30}
+MIN_SLOTS = {"cuda": 512, "cpu": 1 << 30}  # on a CPU each counts as a whole batch
 # Kept slots of a batch are padded to a multiple of it, of CPU_STEP on a CPU: products are slow otherwise. Problems are
 # sorted by multiples of STEP everywhere.
 STEP, CPU_STEP = 64, 16
@@ -99,7 +99,7 @@ def refit_layers(layers: Sequence[LayerProblems], counted: Tensor, folds: bool =
 def _batch_sizes(counts: list[int], layer: LayerProblems) -> list[int]:
     """How many problems, sorted by what they keep, the most first, are fitted together: all `solved`, or none."""
     device, queries, slots = layer.keys.device, layer.queries.shape[2], layer.places.shape[1]
-    limit, least = (table.get(device.type, table["cpu"]) for table in (MAX_ENTRIES, LEAST))
+    limit, least = (table.get(device.type, table["cpu"]) for table in (MAX_ENTRIES, MIN_SLOTS))
     sizes, begin = [], 0
     stepped = sum(not solved(count, device) for count in counts)
     while begin < len(counts):
@@ -119,7 +119,7 @@ class Rows(NamedTuple):
 
     def taken(self, layer: Tensor, part: slice, tokens: Tensor) -> Tensor:
         """Those of tokens [n, m], counted from the first, of a part of the problems."""
-        return take_rows_of(self.sources, layer, self.first[part], tokens, self.apart)
+        return gather_rows_of(self.sources, layer, self.first[part], tokens, self.apart)
 
 
 class Everything(NamedTuple):

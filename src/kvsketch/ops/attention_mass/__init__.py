@@ -47,7 +47,7 @@ class Temperature(NamedTuple):
         return (self.end - self.start) / self.steps
 
 
-PLAIN = Temperature()
+NO_TEMPERATURE = Temperature()
 
 
 class RowLogits(NamedTuple):
@@ -129,7 +129,7 @@ def mass_from_logits(
 def _schedule(temperature: float | Temperature) -> Temperature:
     if isinstance(temperature, Temperature):
         return temperature
-    return PLAIN if temperature == 1.0 else Temperature(float(temperature), float(temperature))
+    return NO_TEMPERATURE if temperature == 1.0 else Temperature(float(temperature), float(temperature))
 
 
 @dataclass(slots=True)
@@ -140,7 +140,7 @@ class Options:
     seen: int | Tensor
     index: Tensor | None = None
     padding: Tensor | None = None
-    temperature: Temperature = PLAIN
+    temperature: Temperature = NO_TEMPERATURE
     noise: Noise | None = None
     row_lse: Tensor | None = None
     reduce: str = "sum"

@@ -1,4 +1,4 @@
-"""Vectors in few bits: centred, rotated, uniform levels, one step per vector.
+"""Quantised vectors: centred, rotated, uniform levels, one step per vector.
 
     y = R (x - center),   step0 = t_b |y| / sqrt(D),   c = clamp(floor(y / step0 + 2^(b-1)), 0, 2^b - 1)
     z = c - (2^b - 1) / 2,   step = <y, z> / <z, z>,   x^ = center + R' (step z)
@@ -145,7 +145,7 @@ def rotate(x: Tensor, signs: Tensor, block: int) -> Tensor:
 
 
 class Coded(NamedTuple):
-    """Vectors in few bits."""
+    """Quantised vectors."""
 
     codes: Tensor  # [B, H, S, bytes] uint8
     steps: Tensor  # [B, H, S] float16
@@ -153,7 +153,7 @@ class Coded(NamedTuple):
 
 @dataclass
 class CodedSlots:
-    """Keys or values of slots in few bits. Some slots may be exact: they are stored as R (x - center) in float32."""
+    """Quantised keys or values of slots. Some slots may be exact: they are stored as R (x - center) in float32."""
 
     codec: Codec
     center: Tensor  # [B, H, D] float32

@@ -31,8 +31,8 @@ from kvsketch.ops.codec import Codec
 
 LEARNED_BITS = (2, 3, 4)
 SHARES = 16  # groups of directions that have bits of their own
-LEAST = LEARNED_BITS[0]  # the mean for which `Basis.shares` are; more bits are as many more in each group
-MOST = 4  # bits of a group then
+LEAST_MEAN_BITS = LEARNED_BITS[0]  # the mean for which `Basis.shares` are; more bits are as many more in each group
+MOST_GROUP_BITS = 4  # bits of a group then
 # Best uniform step for a normal variable, and the error it leaves, by bits (Max 1960); without bits the deviation.
 STEPS = {0: 1.0, 1: 1.5958, 2: 0.9957, 3: 0.5860, 4: 0.3352, 5: 0.1881, 6: 0.1041}
 ERRORS = {0: 1.0, 1: 0.3634, 2: 0.1188, 3: 0.03744, 4: 0.01154, 5: 0.00349, 6: 0.00104}
@@ -48,7 +48,7 @@ class Basis:
 
     directions: Tensor  # [H, D, D] int8, a row for each direction and multiples of it; the largest deviation first
     deviation: Tensor  # [H, D] float32
-    shares: Tensor  # [16] int8, bits of each group of directions where the mean is `LEAST`
+    shares: Tensor  # [16] int8, bits of each group of directions where the mean is `LEAST_MEAN_BITS`
 
     def __post_init__(self) -> None:
         shape = [*self.deviation.shape]
@@ -58,9 +58,17 @@ class Basis:
                 "[H, D, D] and [H, D]"
             )
         shares = self.shares.tolist()
-        fits = len(shares) == SHARES and sum(shares) == SHARES * LEAST and min(shares) >= 0 and max(shares) <= MOST
+        fits = (
+            len(shares) == SHARES
+            and sum(shares) == SHARES * LEAST_MEAN_BITS
+            and min(shares) >= 0
+            and max(shares) <= MOST_GROUP_BITS
+        )
         if not fits or shares != sorted(shares, reverse=True):
-            raise ValueError(f"shares {shares} are not {SHARES} falling numbers up to {MOST} with the mean {LEAST}")
+            raise ValueError(
+                f"shares {shares} are not {SHARES} falling numbers up to {MOST_GROUP_BITS} "
+                f"with the mean {LEAST_MEAN_BITS}"
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Basis:
         return self
@@ -109,8 +117,8 @@ def shares_of(variance: Tensor) -> Tensor:  # [16] int8
         raise ValueError(f"heads of size {len(share)} have no {SHARES} groups of directions; use basis=random")
     group = share.view(SHARES, -1).sum(-1).tolist()
     bits = [0] * SHARES
-    for _ in range(SHARES * LEAST):
-        free = [i for i in range(SHARES) if bits[i] < (bits[i - 1] if i else MOST)]
+    for _ in range(SHARES * LEAST_MEAN_BITS):
+        free = [i for i in range(SHARES) if bits[i] < (bits[i - 1] if i else MOST_GROUP_BITS)]
         best = max(free, key=lambda i: group[i] * (ERRORS[bits[i]] - ERRORS[bits[i] + 1]))
         bits[best] += 1
     return torch.tensor(bits, dtype=torch.int8)
@@ -180,7 +188,7 @@ class LearnedCodec(Codec):
     @property
     def bits_of_channels(self) -> tuple[int, ...]:
         """Bits of each direction."""
-        more = self.bits - LEAST
+        more = self.bits - LEAST_MEAN_BITS
         return tuple(bits + more for bits in self.basis.shares.tolist() for _ in range(self.size // SHARES))
 
     def of_layers(self, others: Sequence[LearnedCodec]) -> LearnedCodec:

@@ -16,13 +16,13 @@ from torch import Tensor
 
 from kvsketch.ops.codec import LARGEST_STEP, LEAST_EXPONENT, NOT_FINITE, STEP_DTYPE, Codec, Coded, CodedSlots
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.few_bits import hadamard, hadamard_signs, load_levels
 from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.quantised import hadamard, hadamard_signs, load_levels
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last
 
 TILE = 64  # vectors of one program
 SMALL_TILE = 8  # where shared memory has no room for a Hadamard matrix
-LEAST = tl.constexpr(LEAST_EXPONENT)
+MIN_EXPONENT = tl.constexpr(LEAST_EXPONENT)
 INFINITE = tl.constexpr(NOT_FINITE)
 TO_INTEGERS = tl.constexpr(1.5 * 2.0**23)  # a float32 of this size has no fraction
 
@@ -110,7 +110,7 @@ def levels_and_steps(
 ):  # fmt: skip
     """Levels c [ROWS, D] int32 and steps of vectors, in float32; `center` may be one for all or one for each."""
     d = x - center
-    exponent = tl.maximum(tl.max(d.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, LEAST)
+    exponent = tl.maximum(tl.max(d.to(tl.int32, bitcast=True) & 0x7FFFFFFF, 1) >> 23, MIN_EXPONENT)
     finite = exponent < INFINITE
     up = ((268 - exponent) << 23).to(tl.float32, bitcast=True)
     down = ((exponent - 14) << 23).to(tl.float32, bitcast=True)

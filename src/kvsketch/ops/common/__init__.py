@@ -8,6 +8,6 @@ tensors       dtypes, strides and alignment that operations take
 checks        what operations ask of the tensors they are given
 kernel        Triton functions: products, tiles, order of floats, the start of a program
 ragged        heads that hold different numbers of slots, one after the other in one flat store
-few_bits      Triton functions: levels, words of codes, rotation, products with them
+quantised     Triton functions: levels, words of codes, rotation, products with them
 sums          Triton functions: sums of exponentials, and the program that combines those of several splits
 """

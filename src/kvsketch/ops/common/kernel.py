@@ -1,6 +1,6 @@
 """Triton functions that kernels share: products, tiles, order of floats, and the start of a program.
 
-Those of vectors in few bits are in `few_bits.py`.
+Those of quantised vectors are in `quantised.py`.
 """
 
 from __future__ import annotations

@@ -19,9 +19,9 @@ from kvsketch.compiler import programs
 
 OPERATIONS = (
     "attention_mass", "codec", "keep_queries", "kept_attention", "refit_steps", "replay_scores",
-    "rotate_queries", "slot_update", "take_rows", "weighted_attention",
+    "rotate_queries", "slot_update", "gather_rows", "weighted_attention",
 )  # fmt: skip
-LANES, MOST = 16, 512  # native.h: LANES is the most of any processor
+LANES, MAX_SIZE = 16, 512  # native.h: LANES is the most of any processor
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def address(tensor: Tensor | None) -> int | None:
 
 def fits(size: int) -> bool:
     """Whether vectors of this size are whole lanes."""
-    return 0 < size <= MOST and size % LANES == 0
+    return 0 < size <= MAX_SIZE and size % LANES == 0
 
 
 def program(name: str) -> Any:
@@ -55,7 +55,7 @@ def on_cpu(*tensors: Tensor | None) -> bool:
     return all(each is None or (each.is_cpu and each.is_contiguous()) for each in tensors)
 
 
-def divide(work: Callable[[int, int], None], count: int, threads: int) -> None:
+def parallel_for(work: Callable[[int, int], None], count: int, threads: int) -> None:
     """work(begin, end) for all of `count`, in parts of about the same size, each in a thread of its own."""
     threads = max(1, min(threads, count))
     if threads == 1:

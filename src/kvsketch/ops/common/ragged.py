@@ -36,7 +36,7 @@ class Readers(NamedTuple):
 
 
 def readers(coded: bool, multiprocessors: int) -> Readers:
-    """Of keys and values in few bits, or as they are."""
+    """Of quantised keys and values, or as they are."""
     programs, lead = (CODED_PROGRAMS, EXACT_SLOTS) if coded else (PLAIN_PROGRAMS, 0)
     return Readers(programs * multiprocessors, lead)
 

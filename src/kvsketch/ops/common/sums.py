@@ -17,8 +17,8 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
-from kvsketch.ops.common.few_bits import hadamard
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin
+from kvsketch.ops.common.quantised import hadamard
 from kvsketch.ops.common.ragged import Ragged
 
 LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
@@ -34,7 +34,7 @@ def combine(
 
     `log2_clip` bounds the denominator, None: not; `overlap` starts the programs while those of the splits still run.
     Where heads are ragged, acc and sums have the rows of a head for each piece: [P, G N, Dv] and [P, G N, 4].
-    `rotated`: values in few bits, whose sums are rotated back here; those of the first `rotated_splits`, None: of all.
+    `rotated`: quantised values, whose sums are rotated back here; those of the first `rotated_splits`, None: of all.
     `pages` [B]: the pages in which its centers lie, None: row by row.
     Their centers [B, H, Dv] may be [1, H, Dv], the same for all rows.
     """

@@ -5,7 +5,7 @@ A piece is a part of a list of rows, of the spans, or of the extra slots. A list
 heads of the group are then computed along with it and not stored: a tile of the matrix units has room for them, and the
 time goes into reading. Sums are kept as in weighted attention and combined by the same program (`common/sums.py`).
 4-bit rows have a program of their own, which sums values rotated around their center, with slots as the long side of
-its products (`common/few_bits.py`). Extra slots are read by their scores, which a method that ranks them has.
+its products (`common/quantised.py`). Extra slots are read by their scores, which a method that ranks them has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,20 @@ from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.few_bits import (
+from kvsketch.ops.common.kernel import (
+    LOG2E,
+    NEG_INF,
+    PTX,
+    begin,
+    block_of,
+    dot,
+    gather_tile,
+    load_columns,
+    load_tile,
+    store_columns,
+    tanh_ratio,
+)
+from kvsketch.ops.common.quantised import (
     HALVES,
     add_exact,
     add_words,
@@ -41,19 +54,6 @@ from kvsketch.ops.common.few_bits import (
     stored,
     value_operand,
     word_products,
-)
-from kvsketch.ops.common.kernel import (
-    LOG2E,
-    NEG_INF,
-    PTX,
-    begin,
-    block_of,
-    dot,
-    gather_tile,
-    load_columns,
-    load_tile,
-    store_columns,
-    tanh_ratio,
 )
 from kvsketch.ops.common.ragged import CODED_PROGRAMS
 from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums

@@ -1,4 +1,4 @@
-"""Queries of new tokens that wait until the tokens are rehearsed: some of each token, in few bits.
+"""Queries of new tokens that wait until the tokens are rehearsed: some of each token, quantised.
 
     of the G queries that token t has for a KV head, those of the members (t m + i) mod G, i < m, are kept
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.common.native import address, divide, program
+from kvsketch.ops.common.native import address, parallel_for, program
 from kvsketch.ops.kept_attention import Kept
 
 
@@ -45,5 +45,5 @@ def kept_attention(
             *(x.data_ptr() for x in (counts, known, room, a, outputs, share)),
         )  # fmt: skip
 
-    divide(attend, count * asked, torch.get_num_threads())
+    parallel_for(attend, count * asked, torch.get_num_threads())
     return Kept(a, outputs, share)

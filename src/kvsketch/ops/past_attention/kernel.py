@@ -25,8 +25,8 @@ from torch import Tensor
 
 from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.ops.common.device import Device, TileLaunch, device_traits, on
-from kvsketch.ops.common.few_bits import byte_vectors, channels_of, load_bytes, load_masked, share_of, width_of
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, block_of, dot, gather_tile, load_columns, tanh_ratio
+from kvsketch.ops.common.quantised import byte_vectors, channels_of, load_bytes, load_masked, share_of, width_of
 from kvsketch.ops.common.sums import add_terms, join_sums, load_weights, no_terms, normalizer, store_sums
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,

@@ -15,14 +15,14 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.tensors import KERNEL_DTYPES
-from kvsketch.ops.refit_steps import TINY as LEAST
+from kvsketch.ops.refit_steps import TINY as SMALLEST
 from kvsketch.ops.refit_steps import Conjugate, Descent
 from kvsketch.ops.refit_steps.reference import both_errors, descent_of
 
 __all__ = [
     "both_errors", "descent_of", "errors", "stepped_values", "supported", "value_step", "weighed", "weight_steps"
 ]  # fmt: skip
-TINY = tl.constexpr(LEAST)
+TINY = tl.constexpr(SMALLEST)
 ROWS, COLUMNS, READERS, STAGES = 64, 64, 2, 3  # of the tile of the matrix that a weight step reads at once, warps
 UNKNOWNS, PARTS = 128, 8  # of a tile of the sums that it makes of these
 SLOTS, CHANNELS, WARPS = 128, 16, 8  # of the tile that a value step takes at once, warps

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from kvsketch.ops.common.native import LANES, divide, program
+from kvsketch.ops.common.native import LANES, parallel_for, program
 from kvsketch.ops.refit_steps import Descent, reference
 from kvsketch.ops.refit_steps.reference import errors, stepped_values, value_step, weighed
 
@@ -37,7 +37,7 @@ def descent_of(gram: Tensor, a: Tensor, share: Tensor, ridge: float) -> Descent:
             *(x[begin:].data_ptr() for x in (wanted, rate, held)), room.data_ptr(),
         )  # fmt: skip
 
-    divide(begin_descent, len(gram), torch.get_num_threads())
+    parallel_for(begin_descent, len(gram), torch.get_num_threads())
     return Descent(gram, wanted, rate, held, torch.ones(shape), torch.ones(shape))
 
 
@@ -53,7 +53,7 @@ def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
             *(x[begin:].data_ptr() for x in others), slope.data_ptr(), len(speeds), by,
         )  # fmt: skip
 
-    divide(steps, len(gram), torch.get_num_threads())
+    parallel_for(steps, len(gram), torch.get_num_threads())
 
 
 def dual_values(
@@ -73,7 +73,7 @@ def dual_values(
             *(x[begin:].data_ptr() for x in result),
         )  # fmt: skip
 
-    divide(fit, len(a), torch.get_num_threads())
+    parallel_for(fit, len(a), torch.get_num_threads())
     return result
 
 
@@ -88,7 +88,7 @@ def squared(a: Tensor) -> Tensor:
             end - begin, rows, count, a[begin:].data_ptr(), a.stride(0), room.data_ptr(), gram[begin:].data_ptr()
         )
 
-    divide(square, len(a), torch.get_num_threads())
+    parallel_for(square, len(a), torch.get_num_threads())
     return gram
 
 
@@ -109,7 +109,7 @@ def solved_values(
             *(x[begin:].data_ptr() for x in result),
         )  # fmt: skip
 
-    divide(solve, len(a), torch.get_num_threads())
+    parallel_for(solve, len(a), torch.get_num_threads())
     return result
 
 
@@ -130,7 +130,7 @@ def both_errors(
             share.stride(0), room.data_ptr(), *(x[begin:].data_ptr() for x in result),
         )  # fmt: skip
 
-    divide(compare, len(a), torch.get_num_threads())
+    parallel_for(compare, len(a), torch.get_num_threads())
     return result
 
 

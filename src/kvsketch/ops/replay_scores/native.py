@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.common.native import LANES, divide, program
+from kvsketch.ops.common.native import LANES, parallel_for, program
 from kvsketch.ops.replay_scores import reference
 
 
@@ -47,5 +47,5 @@ def scores_of_row(
                 None if sums is None else sums[head * group].data_ptr(), room.data_ptr(), best[head].data_ptr(),
             )  # fmt: skip
 
-    divide(score, heads, torch.get_num_threads())
+    parallel_for(score, heads, torch.get_num_threads())
     return best[:, :count]

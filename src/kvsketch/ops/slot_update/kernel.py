@@ -24,7 +24,7 @@ EXACT_BLOCK = tl.constexpr(8)
 def supported(
     keys: Tensor | CodedSlots | None = None, values: Tensor | CodedSlots | None = None, start: Tensor | None = None
 ) -> bool:
-    """True when the kernels serve the call: equal heads in 16 or 32 bits, or both keys and values in few bits with one
+    """True when the kernels serve the call: equal heads in 16 or 32 bits, or both quantised keys and values with one
     Hadamard matrix for all channels.
     """
     parts = [part for part in (keys, values) if isinstance(part, CodedSlots)]

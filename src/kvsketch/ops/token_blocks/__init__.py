@@ -1,4 +1,4 @@
-"""Tokens in few bits, in blocks that requests share: written by slot, read through a table of blocks.
+"""Quantised tokens, in blocks that requests share: written by slot, read through a table of blocks.
 
 A block holds TOKENS tokens of all KV heads: the codes of their keys and values, and the steps (`ops.codec`). The center
 of a head belongs to the layer, so that a block says the same to every request that reads it.

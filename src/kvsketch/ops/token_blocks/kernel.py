@@ -2,7 +2,7 @@
 
 A program of the attention reads one piece of one KV head (`common/ragged.py`), a block at a time, for all query heads
 of its group; `common/sums.py` combines the pieces. Queries are rotated where they are read. 4-bit codes in half
-precision are read as words of four levels (`common/few_bits.py`), others level by level.
+precision are read as words of four levels (`common/quantised.py`), others level by level.
 Legend: rows are the G query heads of one KV head; the rest as in the package docstring.
 """
 
@@ -17,7 +17,18 @@ from kvsketch.ops.codec import LARGEST_STEP, CodedSlots
 from kvsketch.ops.codec.kernel import SMALL_TILE, TILE, levels_and_steps, store_codes
 from kvsketch.ops.codec.kernel import supported as codec_supported
 from kvsketch.ops.common.device import device_traits, on
-from kvsketch.ops.common.few_bits import (
+from kvsketch.ops.common.kernel import (
+    LOG2E,
+    NEG_INF,
+    PTX,
+    begin,
+    block_of,
+    dot,
+    load_columns,
+    load_tile,
+    store_columns,
+)
+from kvsketch.ops.common.quantised import (
     HALVES,
     add_words,
     around,
@@ -31,17 +42,6 @@ from kvsketch.ops.common.few_bits import (
     store_by_words,
     value_operand,
     word_products,
-)
-from kvsketch.ops.common.kernel import (
-    LOG2E,
-    NEG_INF,
-    PTX,
-    begin,
-    block_of,
-    dot,
-    load_columns,
-    load_tile,
-    store_columns,
 )
 from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums
 from kvsketch.ops.common.tensors import block_size, dense_last

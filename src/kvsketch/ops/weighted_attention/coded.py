@@ -1,4 +1,4 @@
-"""The Triton program that reads keys or values in few bits (`common/few_bits.py`); what it shares with that for 16 bits
+"""The Triton program that reads quantised keys or values (`common/quantised.py`); what it shares with that for 16 bits
 is in `plain.py`.
 """
 
@@ -7,7 +7,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from kvsketch.ops.common.few_bits import (
+from kvsketch.ops.common.kernel import (
+    LOG2E,
+    NEG_INF,
+    begin,
+    block_of,
+    dot,
+    gather_tile,
+    load_columns,
+    load_tile,
+    prefetch,
+    store_columns,
+)
+from kvsketch.ops.common.quantised import (
     across,
     add_exact,
     add_values,
@@ -26,18 +38,6 @@ from kvsketch.ops.common.few_bits import (
     store_by_words,
     value_operand,
     word_products,
-)
-from kvsketch.ops.common.kernel import (
-    LOG2E,
-    NEG_INF,
-    begin,
-    block_of,
-    dot,
-    gather_tile,
-    load_columns,
-    load_tile,
-    prefetch,
-    store_columns,
 )
 from kvsketch.ops.common.ragged import EXACT_SLOTS
 from kvsketch.ops.common.sums import add_terms, load_weights, no_terms, store_sums

@@ -23,8 +23,8 @@ from torch import Tensor
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import Device, device_traits, on
-from kvsketch.ops.common.few_bits import HALVES, beside_codes, stored
 from kvsketch.ops.common.kernel import PTX
+from kvsketch.ops.common.quantised import HALVES, beside_codes, stored
 from kvsketch.ops.common.ragged import CODED_PROGRAMS, EXACT_SLOTS, PLAIN_PROGRAMS, UNIT
 from kvsketch.ops.common.sums import combine
 from kvsketch.ops.common.tensors import (
@@ -122,7 +122,7 @@ def _coded_attention(call: Arguments, launch: Plan | None) -> Attended:
     shifted = words[0] and value_slots == slots and room >= launch.block_n
     # Which codes a program reads is known before it waits, and all slots have a value.
     foreseen = all(words) and value_slots == slots and (call.lengths is None or call.ragged is not None) and not paged
-    # Values in few bits are summed rotated; the sum of all splits is rotated back, here if `combine` cannot.
+    # Quantised values are summed rotated; the sum of all splits is rotated back, here if `combine` cannot.
     late = isinstance(call.v, CodedSlots) and not _one_block(call.v)
     buffers = Buffers.of(call, launch.splits, late)
     shared = _shared(call, launch, buffers, block_m)
@@ -130,7 +130,7 @@ def _coded_attention(call: Arguments, launch: Plan | None) -> Attended:
     with on(q.device):
         coded_split_kernel[_grid(call, launch, block_m)](
             q, key, value, exact_ptr=exact_at, room=room,
-            # What pages in few bits hold beside their codes is equally far apart.
+            # What quantised pages hold beside their codes is equally far apart.
             pages=(call.pages, coded[0].center.stride(0)) if paged else None,
             q_strides=q.stride()[:3], k_step_b=k_step_b, k_step_h=k_step_h, v_step_b=v_step_b, v_step_h=v_step_h,
             HALF=HALVES.get(dtype), SHIFTED=shared["MASKED"] and shifted,

@@ -1,4 +1,4 @@
-"""Weighted attention in C, for the few queries of a decode step: slots in few bits are read as they lie.
+"""Weighted attention in C, for the few queries of a decode step: quantised slots are read as they lie.
 
 A query is rotated like the codes, so that keys need no decoding; values are summed as codes, and the sum is rotated
 back. Heads are divided among as many threads as torch uses, where there is enough to read.
@@ -14,12 +14,12 @@ from torch import Tensor
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.codec.basis import LearnedCodec
 from kvsketch.ops.codec.native import native_codec
-from kvsketch.ops.common.native import LANES, address, divide, fits, on_cpu, program
+from kvsketch.ops.common.native import LANES, address, fits, on_cpu, parallel_for, program
 from kvsketch.ops.weighted_attention import Arguments, Attended
 
 MOST_ROWS = 32  # queries of one KV head: more of them are one large product
 ALONE = 1 << 19  # numbers that one thread reads in the time that others take to start
-PLAIN = {torch.float32: 32, torch.bfloat16: 16}
+PLAIN_BITS = {torch.float32: 32, torch.bfloat16: 16}
 
 
 class Part(ctypes.Structure):
@@ -63,7 +63,7 @@ def supported(call: Arguments) -> bool:
 
 def _readable(part: Tensor | CodedSlots, call: Arguments) -> bool:
     if isinstance(part, Tensor):
-        return part.dtype in PLAIN and part.stride(-1) == 1
+        return part.dtype in PLAIN_BITS and part.stride(-1) == 1
     if isinstance(part.codec, LearnedCodec) and part.codec.basis.deviation.dim() > 2:
         return False  # each row has directions of its own
     whole = call.ragged is not None or part.steps.shape[2] == part.shape[2]
@@ -92,7 +92,7 @@ def weighted_attention(call: Arguments) -> Attended:
     read = rows * sizes.value_size * (heads * sizes.slots if ragged is None else ragged.total)
     attend, address_of = program("kvsketch_attend"), ctypes.addressof(native)
     threads = min(torch.get_num_threads(), 1 + read // ALONE)
-    divide(lambda begin, end: attend(address_of, begin, end), heads, threads)
+    parallel_for(lambda begin, end: attend(address_of, begin, end), heads, threads)
     return Attended(out.to(call.q.dtype), sums[0], sums[1], logits if call.return_logits else None)
 
 
@@ -101,7 +101,7 @@ def _part(part: Tensor | CodedSlots) -> Part:
     strides = [step * data.element_size() for step in (0, 0, *data.stride())[-4:-1]]
     if isinstance(part, Tensor):
         nothing = (None, None, None, None, 0, None, None, None)
-        return Part(part.shape[-1], PLAIN[part.dtype], data.data_ptr(), *strides, *nothing)
+        return Part(part.shape[-1], PLAIN_BITS[part.dtype], data.data_ptr(), *strides, *nothing)
     exact = (part.exact.data_ptr(), part.exact_at.data_ptr(), part.exact_at.shape[-1])
     turn: tuple[int | None, ...] = (ctypes.addressof(native_codec(part.codec)), None, None)
     if isinstance(part.codec, LearnedCodec):

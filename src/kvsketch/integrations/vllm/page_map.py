@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 
-class PageBook:
+class PageMap:
     """Pages for so many requests at once. Page 0 and block 0 are nobody's."""
 
     def __init__(self, requests: int, nbytes: int, device: torch.device) -> None:

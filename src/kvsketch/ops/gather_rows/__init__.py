@@ -26,12 +26,14 @@ class Sources(NamedTuple):
         return [cls(group, own) for group, own in zip(groups, near, strict=True)]
 
 
-def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int = 1) -> Tensor:  # [N, M, D]
+def gather_rows_of(
+    sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int = 1
+) -> Tensor:  # [N, M, D]
     """The rows first + apart * index of the matrices `which`: [N], [N, M] and [N] int64."""
     rows = sources.rows[0]
     if index.dim() != 2 or not which.shape == first.shape == index.shape[:1]:
         shapes = [list(x.shape) for x in (which, first, index)]
         raise ValueError(f"which, first and index must be [N], [N] and [N, M], got {', '.join(map(str, shapes))}.")
     out = rows.new_empty(*index.shape, rows.shape[1])
-    implementation("take_rows", rows.device, rows).take_rows_of(sources, which, first, index, apart, out)
+    implementation("gather_rows", rows.device, rows).gather_rows_of(sources, which, first, index, apart, out)
     return out

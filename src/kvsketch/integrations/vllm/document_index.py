@@ -19,7 +19,7 @@ from kvsketch.integrations.vllm.files import Filed
 from kvsketch.plural import counted
 
 STORE, NAME = "kvsketch_store", "kvsketch_document"
-LEAST = 64  # tokens of a document: codes need some to find their center
+MIN_DOCUMENT_TOKENS = 64  # tokens of a document: codes need some to find their center
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Stored:
 
 
 @dataclass
-class Library:
+class DocumentIndex:
     """`count` places, and the documents in files."""
 
     count: int
@@ -103,8 +103,10 @@ class Library:
 
         ValueError, in one line, where there is none.
         """
-        if len(prompt) < LEAST:
-            raise ValueError(f"a document of {len(prompt)} tokens is too short; {LEAST} or more can be stored")
+        if len(prompt) < MIN_DOCUMENT_TOKENS:
+            raise ValueError(
+                f"a document of {len(prompt)} tokens is too short; {MIN_DOCUMENT_TOKENS} or more can be stored"
+            )
         old = self.documents.get(name)
         if old is not None and old.users:
             users = counted(len(old.users), "request")

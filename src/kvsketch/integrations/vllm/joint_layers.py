@@ -25,14 +25,14 @@ from kvsketch import ops
 from kvsketch.integrations.vllm.behind import Behind, DueTurn, Prompt, alike
 from kvsketch.integrations.vllm.counts import KEPT, REHEARSED, Counts
 from kvsketch.integrations.vllm.divided import DividedPrompt
+from kvsketch.integrations.vllm.document_index import Stored, Use
+from kvsketch.integrations.vllm.document_pool import Beside, DocumentPool
 from kvsketch.integrations.vllm.files import read, write
 from kvsketch.integrations.vllm.kept_pages import Turn
-from kvsketch.integrations.vllm.library import Stored, Use
-from kvsketch.integrations.vllm.shelf import Beside, Shelf
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.waiting import Waiting, WaitingMethod
 from kvsketch.ops.rotate_keys import whole_turns
-from kvsketch.slots.codes import LEAST, NotFinite
+from kvsketch.slots.codes import MIN_TOKENS_TO_QUANTISE, NotFinite
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import RequestPages, RequestShape, StepRows, like_table
 from kvsketch.slots.store import stacked
@@ -58,7 +58,7 @@ class Forward:
 
 
 @dataclass
-class Together:
+class JointLayers:
     """The layers of a model that are in this process."""
 
     method: WaitingMethod
@@ -76,7 +76,7 @@ class Together:
     most_whole: int = 0  # tokens of such prompts
     most_held: int = 0  # tokens whose keys and values may be held in all layers: of such prompts, and of due turns
     forward: Forward | None = None
-    shelf: Shelf | None = None  # of documents that requests continue
+    document_pool: DocumentPool | None = None  # of documents that requests continue
     uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
     stores: dict[int, Stored] = field(default_factory=dict)  # by page, documents that are about to be read
     counts: Counts = field(default_factory=Counts)
@@ -136,20 +136,20 @@ class Together:
 
     # documents
 
-    def open_shelf(self, method: WaitingMethod, count: int, free: int | None) -> int | None:
+    def open_documents(self, method: WaitingMethod, count: int, free: int | None) -> int | None:
         """Sets memory aside for so many documents, when all layers have joined; bytes that are left of the `free` ones.
 
         ValueError, in one line, where there are too few.
         """
         assert self.page is not None
-        place = Shelf.shape(method, self.page).nbytes
+        place = DocumentPool.shape(method, self.page).nbytes
         if free is not None and (1 + count) * place > free:
             raise ValueError(
                 f"{count} documents of {place / 1e6:,.0f} MB each do not fit into {free / 1e6:,.0f} MB of free memory; "
                 f"use a smaller count, or a budget below {method.budget_size}"
             )
         device = torch.device("cpu" if free is None else "cuda")
-        self.shelf = Shelf.of(method, self.page, count, self.tables_like(), device)
+        self.document_pool = DocumentPool.of(method, self.page, count, self.tables_like(), device)
         log.info("kvsketch: %d documents of %.1f MB that requests may share, %s", count, place / 1e6, method)
         return None if free is None else free - (1 + count) * place
 
@@ -164,7 +164,7 @@ class Together:
         self.stores |= stores
         for page in uses:
             self.divided.pop(page, None)
-        if uses and self.shelf is not None:
+        if uses and self.document_pool is not None:
             self.uses.update(uses)
             pages = torch.tensor([*uses], device=pool.device)
             told = torch.tensor([[use.place, use.before, use.ahead] for use in uses.values()], device=pool.device)
@@ -197,13 +197,13 @@ class Together:
 
     def _load(self, place: int, path: Path) -> bool:
         """Whether a document could be read from its file."""
-        assert self.shelf is not None
+        assert self.document_pool is not None
         for writer in self.writers:
             writer.join()
         self.writers.clear()
         try:
-            device = self.shelf.pages.planes["kept"].device
-            self.shelf.pages.put(place, read(path, self.config, self.shelf.method, device))
+            device = self.document_pool.pages.planes["kept"].device
+            self.document_pool.pages.put(place, read(path, self.config, self.document_pool.method, device))
         except (ValueError, OSError) as error:
             log.warning("kvsketch: a document cannot be read: %s", error)
             return False
@@ -232,11 +232,11 @@ class Together:
 
     def _lay(self, pages: RequestPages, page: int, stored: Stored, tables: list[SlotTable]) -> None:
         """A prompt that was read as a document lies on the shelf, and its request continues it."""
-        assert self.shelf is not None
+        assert self.document_pool is not None
         place = stored.place
-        self.shelf.pages.put(place, tables)
+        self.document_pool.pages.put(place, tables)
         if stored.path is not None:
-            self.writers.append(write(stored.path, self.config, self.shelf.method, tables, stored.digest))
+            self.writers.append(write(stored.path, self.config, self.document_pool.method, tables, stored.digest))
         self.uses[page] = Use(place, tables[0].seen)
         told = torch.tensor([place, tables[0].seen, 0], device=tables[0].device)
         pages.planes["uses"][page] = told
@@ -247,8 +247,8 @@ class Together:
 
     def _around(self, pages: RequestPages, at: Tensor, places: Tensor) -> None:
         """Pages `at` [n] get the centers of the documents in `places` [n]; those of place 0 are zero."""
-        assert self.shelf is not None
-        for name, plane in self.shelf.pages.planes.items():
+        assert self.document_pool is not None
+        for name, plane in self.document_pool.pages.planes.items():
             if name.endswith(".center"):
                 pages.planes[name].index_copy_(0, at, plane.index_select(0, places))
 
@@ -267,9 +267,9 @@ class Together:
         forward, query = self._forward(), q.unsqueeze(2)
         assert forward.pages is not None
         if forward.step is None:
-            if self.shelf is not None:
+            if self.document_pool is not None:
                 uses = forward.pages.planes["uses"].index_select(0, pages)
-                forward.documents, seen = self.shelf.beside(uses, q.dtype), seen - uses[:, 1]
+                forward.documents, seen = self.document_pool.beside(uses, q.dtype), seen - uses[:, 1]
             forward.step = forward.pages.rows(pages, seen)
         documents, scale = forward.documents, self.scales[layer]
         if documents is not None:
@@ -316,9 +316,9 @@ class Together:
         for group in alike(fitting):
             waiting = [self.own_tokens(page, seen) - self.settled[page] for page, _, _, seen in group]
             behind = Behind.of(pages, group, waiting, forward.due)
-            if self.shelf is not None:
+            if self.document_pool is not None:
                 uses = pages.planes["uses"].index_select(0, behind.rows.pages)
-                behind.documents = self.shelf.beside(uses, dtype)
+                behind.documents = self.document_pool.beside(uses, dtype)
             yield behind
 
     def _is_due(self, forward: Forward, prompt: Prompt) -> bool:
@@ -391,7 +391,7 @@ class Together:
             return self.divided[page]
         method, total = self._reader(page), self.prompt_tokens(page, seen + new)
         fits = self._held_whole() + total <= self.most_whole or page in self.stores
-        if seen or new >= total or total < LEAST or not fits:
+        if seen or new >= total or total < MIN_TOKENS_TO_QUANTISE or not fits:
             return None
         assert isinstance(method, Rehearse)
         tables = [self._empty_table(layer, page, document) for layer in range(len(self.places))]
@@ -417,23 +417,23 @@ class Together:
 
     def _document(self, forward: Forward, page: int, dtype: torch.dtype) -> Beside | None:
         """The document that a prompt continues."""
-        if self.shelf is None or not self.uses.get(page, Use()).place:
+        if self.document_pool is None or not self.uses.get(page, Use()).place:
             return None
         if page not in forward.beside:
             assert forward.pages is not None
-            forward.beside[page] = self.shelf.beside(forward.pages.planes["uses"][page : page + 1], dtype)
+            forward.beside[page] = self.document_pool.beside(forward.pages.planes["uses"][page : page + 1], dtype)
         return forward.beside[page]
 
     def _stacked_document(self, page: int) -> SlotTable | None:
         """The document that a request continues, with a batch row for each layer."""
         use = self.uses.get(page, Use())
-        if self.shelf is None or not use.place:
+        if self.document_pool is None or not use.place:
             return None
-        return self.shelf.pages.stack(use.place, use.tokens, use.tokens)
+        return self.document_pool.pages.stack(use.place, use.tokens, use.tokens)
 
     def _reader(self, page: int) -> WaitingMethod:
         """The method that reads what comes in a page."""
-        return self.shelf.method if self.shelf is not None and page in self.stores else self.method
+        return self.document_pool.method if self.document_pool is not None and page in self.stores else self.method
 
     def finish(self) -> None:
         """The last layer has taken the tokens."""

@@ -8,10 +8,10 @@ from typing import Any
 
 import pytest
 
+from kvsketch.integrations.vllm.document_index import MIN_DOCUMENT_TOKENS, DocumentIndex, Use, digest
 from kvsketch.integrations.vllm.files import Filed
-from kvsketch.integrations.vllm.library import LEAST, Library, Use, digest
 from kvsketch.integrations.vllm.settings import (
-    DocumentsAsked,
+    DocumentsRequest,
     document_method,
     documents_asked,
     refuse_config,
@@ -22,8 +22,8 @@ from kvsketch.methods import parse_method
 HANDBOOK, NOVEL = [*range(100)], [*range(500, 700)]
 
 
-def library(count: int = 2) -> Library:
-    result = Library(count)
+def document_index(count: int = 2) -> DocumentIndex:
+    result = DocumentIndex(count)
     result.store("a", "handbook", HANDBOOK)
     result.store("b", "novel", NOVEL)
     for request in "ab":
@@ -32,7 +32,7 @@ def library(count: int = 2) -> Library:
 
 
 def test_a_prompt_that_begins_with_a_document_continues_it() -> None:
-    books = library()
+    books = document_index()
     assert books.use("c", [*HANDBOOK, 7, 8], None) == Use(place=1, before=100)
     assert books.use("d", [*NOVEL, 7], None) == Use(place=2, before=200)
     assert books.use("e", HANDBOOK, None) == Use(), "nothing would be left to read"
@@ -40,7 +40,7 @@ def test_a_prompt_that_begins_with_a_document_continues_it() -> None:
 
 
 def test_a_prompt_may_name_what_it_follows() -> None:
-    books = library()
+    books = document_index()
     assert books.use("c", [1, 2, 3], "novel") == Use(place=2, ahead=200)
     assert books.use("d", [*NOVEL, 4], "novel") == Use(place=2, before=200)
     with pytest.raises(KeyError, match="no document 'plan' is stored; documents: handbook, novel"):
@@ -48,14 +48,14 @@ def test_a_prompt_may_name_what_it_follows() -> None:
 
 
 def test_the_longest_document_counts() -> None:
-    books = Library(2)
-    books.store("a", "part", HANDBOOK[:LEAST])
+    books = DocumentIndex(2)
+    books.store("a", "part", HANDBOOK[:MIN_DOCUMENT_TOKENS])
     books.store("b", "whole", HANDBOOK)
     assert books.use("c", [*HANDBOOK, 1], None).before == 100
 
 
 def test_who_was_used_longest_ago_makes_room() -> None:
-    books = library()
+    books = document_index()
     books.use("c", [*HANDBOOK, 1], None)
     books.release("c")
     document = books.store("d", "third", NOVEL[:80])
@@ -63,7 +63,7 @@ def test_who_was_used_longest_ago_makes_room() -> None:
 
 
 def test_who_continues_a_document_waits_until_it_is_read() -> None:
-    books = Library(2)
+    books = DocumentIndex(2)
     books.store("a", "handbook", HANDBOOK)
     assert books.is_reading([*HANDBOOK, 7], None) and books.is_reading([7], "handbook")
     assert not books.is_reading([*NOVEL, 7], None) and not books.is_reading([7], "novel")
@@ -74,7 +74,7 @@ def test_who_continues_a_document_waits_until_it_is_read() -> None:
 
 
 def test_a_reset_forgets_the_documents_that_nobody_reads() -> None:
-    books = library()
+    books = document_index()
     books.files = {"novel": Filed(Path("novel.kvs"), 200, digest(NOVEL))}
     books.use("c", [1, 2], "handbook")
     assert books.clear({"c"}) == [] and {*books.documents} == {"handbook"}
@@ -83,7 +83,7 @@ def test_a_reset_forgets_the_documents_that_nobody_reads() -> None:
 
 
 def test_a_document_in_use_stays() -> None:
-    books = library()
+    books = document_index()
     books.use("c", [1], "handbook")
     books.use("d", [1], "novel")
     with pytest.raises(ValueError, match="all 2 documents are in use"):
@@ -96,7 +96,7 @@ def test_a_document_in_use_stays() -> None:
 
 
 def test_a_document_in_a_file_is_read_when_it_is_asked_for() -> None:
-    books = library()
+    books = document_index()
     books.files = {
         "plan": Filed(Path("plan.kvs"), 80, digest(NOVEL[:80])),
         "read at home": Filed(Path("home.kvs"), 90, None),
@@ -114,7 +114,7 @@ def test_a_document_in_a_file_is_read_when_it_is_asked_for() -> None:
 
 def test_a_short_text_is_no_document() -> None:
     with pytest.raises(ValueError, match="a document of 10 tokens is too short; 64 or more"):
-        Library(1).store("a", "note", [*range(10)])
+        DocumentIndex(1).store("a", "note", [*range(10)])
 
 
 def config(connector: str | None, **extra: Any) -> Any:
@@ -128,7 +128,7 @@ def config(connector: str | None, **extra: Any) -> Any:
 
 def test_settings_of_the_connector() -> None:
     assert documents_asked(config(None)) is None
-    assert documents_asked(config("KVSketchDocuments", budget=16384, count=8)) == DocumentsAsked(16384, 8)
+    assert documents_asked(config("KVSketchDocuments", budget=16384, count=8)) == DocumentsRequest(16384, 8)
     assert documents_asked(config("KVSketchDocuments", budget=512)).count == 4  # type: ignore[union-attr]
     assert documents_asked(config("KVSketchDocuments")) is None  # turns alone
     with pytest.raises(ValueError, match="budget=None is no whole number"):
@@ -144,7 +144,7 @@ def test_settings_of_the_connector() -> None:
 
 
 def test_documents_are_read_by_the_method_with_their_budget() -> None:
-    asked = DocumentsAsked(16384, 8)
+    asked = DocumentsRequest(16384, 8)
     method = document_method(parse_method("rehearse:budget=2048:wait=128"), asked)  # type: ignore[arg-type]
     assert str(method) == "rehearse:budget=16384:wait=128"
     with pytest.raises(ValueError, match="shares documents of rehearse, and snapkv was named"):

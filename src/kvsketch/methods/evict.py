@@ -15,10 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch.methods.allocation import largest
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Tokens
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
-from kvsketch.methods.divide import largest
 from kvsketch.methods.parameters import option
 from kvsketch.ops.slot_update.reference import rank, sort_keys
 from kvsketch.slots import in_place

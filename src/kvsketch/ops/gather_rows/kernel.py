@@ -7,7 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
-from kvsketch.ops.take_rows import Sources
+from kvsketch.ops.gather_rows import Sources
 
 TILE = 1 << 13  # entries of one program
 
@@ -17,8 +17,8 @@ def supported(rows: Tensor) -> bool:
     return rows.stride(1) == 1 and 0 < rows.shape[1] <= 1024
 
 
-def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
-    """See `kvsketch.ops.take_rows`."""
+def gather_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
+    """See `kvsketch.ops.gather_rows`."""
     rows, (problems, count) = sources.rows[0], index.shape
     block = triton.next_power_of_2(rows.shape[1])
     tile = TILE // block

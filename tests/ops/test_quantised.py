@@ -31,10 +31,10 @@ def registers(program: str, *words: Tensor) -> list[Tensor]:
 @pytest.mark.parametrize("bits", [4, 3, 2])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_instructions_read_every_level_of_two_words(bits: int, dtype: torch.dtype) -> None:
-    from kvsketch.ops.common import few_bits
+    from kvsketch.ops.common import quantised
 
     kind = {4: "NIBBLES", 3: "TRIPLES", 2: "PAIRS"}[bits]
-    program = getattr(few_bits, f"{kind}_{'BFLOAT16' if dtype == torch.bfloat16 else 'FLOAT16'}").value
+    program = getattr(quantised, f"{kind}_{'BFLOAT16' if dtype == torch.bfloat16 else 'FLOAT16'}").value
     first = torch.arange(1 << 16)
     halves = [(first, first.flip(0))] if bits == 4 else [(first & 255, first.flip(0) & 255)]
     if bits == 3:
@@ -126,10 +126,10 @@ class Machine:
 @needs_triton
 @pytest.mark.parametrize("bits", [8, 4, 3, 2])
 def test_instructions_make_vectors_of_four_bytes(bits: int) -> None:
-    from kvsketch.ops.common import few_bits
+    from kvsketch.ops.common import quantised
 
-    program = getattr(few_bits, f"VECTORS_{bits}").value
-    places, number = few_bits.places_of(bits), torch.arange(1 << 16)
+    program = getattr(quantised, f"VECTORS_{bits}").value
+    places, number = quantised.places_of(bits), torch.arange(1 << 16)
     low = [(number + shift) & 255 for shift in (0, 77, 131, 200)]
     high = [(number >> 8) + shift & 255 for shift in (0, 1, 4, 5)]
     step = (number / 1e4).half()
@@ -142,7 +142,7 @@ def test_instructions_make_vectors_of_four_bytes(bits: int) -> None:
         level = low[byte] >> width * place & (1 << width) - 1
         if bits == 3:
             level = level + 4 * (high[byte] >> 2 * place & 1)
-        z = (level.double() - (2**bits - 1) / 2) * few_bits.share_of(bits)
+        z = (level.double() - (2**bits - 1) / 2) * quantised.share_of(bits)
         assert torch.equal(read, (z * step.double()).half())
 
 

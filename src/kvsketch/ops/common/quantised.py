@@ -1,6 +1,6 @@
-"""Triton functions for vectors in few bits (`ops.codec`): levels, words of codes, rotation, products.
+"""Triton functions for quantised vectors (`ops.codec`): levels, words of codes, rotation, products.
 
-A key in few bits meets a rotated query, <q, k> = <q, center> + step <R q, z>. Values in few bits are summed as step z,
+A quantised key meets a rotated query, <q, k> = <q, center> + step <R q, z>. Quantised values are summed as step z,
 and the sum is rotated back once for each query (`sums.py`).
 
 A word has the codes of four channels, and a vector D / 4 words. Word u has
@@ -107,9 +107,9 @@ def hadamard(x, ROWS: tl.constexpr, COLUMNS: tl.constexpr, SIZE: tl.constexpr = 
     but what the sum takes, so that a warp that holds whole rows needs no shared memory.
     """
     second = tl.arange(0, 2).to(tl.float32)[None, None, :, None] * 2.0
-    MOST: tl.constexpr = COLUMNS if SIZE is None else SIZE
+    LONGEST: tl.constexpr = COLUMNS if SIZE is None else SIZE
     for stage in tl.static_range(8):
-        if 2 << stage <= MOST:
+        if 2 << stage <= LONGEST:
             x = tl.reshape(x, (ROWS, COLUMNS >> (stage + 1), 2, 1 << stage))
             x = tl.reshape(tl.expand_dims(tl.sum(x, 2), 2) - second * x, (ROWS, COLUMNS))
     return x

@@ -10,7 +10,7 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.methods.divide import capacities, claim, largest, mixed
+from kvsketch.methods.allocation import capacities, claim, largest, mixed
 from kvsketch.methods.h2o import H2O
 from kvsketch.methods.received import Scores
 from kvsketch.slots.context import LayerContext

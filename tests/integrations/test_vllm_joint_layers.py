@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.integrations.vllm.joint_layers import NOBODY, JointLayers
 from kvsketch.integrations.vllm.settings import servable
-from kvsketch.integrations.vllm.together import NOBODY, Together
 from kvsketch.methods import parse_method
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops.common import dispatch
@@ -70,10 +70,10 @@ class Served:
         self.generator, self.options = torch.Generator().manual_seed(0), options or {}
         method = servable(parse_method(text))
         assert isinstance(method, Rehearse)
-        self.method, self.together = method, Together(method)
+        self.method, self.joint = method, JointLayers(method)
         for place in places(method):
-            self.together.join(place, SCALE, self.options)
-        shape = self.together.shape(LAYERS, HEADS, HEADS * GROUP, SIZE, SIZE, torch.float32, longest=400)
+            self.joint.join(place, SCALE, self.options)
+        shape = self.joint.shape(LAYERS, HEADS, HEADS * GROUP, SIZE, SIZE, torch.float32, longest=400)
         self.pool = torch.full((5, shape.nbytes), 255, dtype=torch.uint8)  # nan in every float
         self.alone: dict[int, Alone] = {}
         self.seen: dict[int, int] = {}
@@ -90,18 +90,18 @@ class Served:
                 self.alone[page], self.seen[page] = Alone(self.method, self.options), 0
         news = {page: self.tokens(n) for page, n in (dict.fromkeys(singles, 1) | prompts).items()}
         result: dict[int, list[Tensor]] = {page: [] for page in news}
-        self.together.catch_up(self.pool, self.seen.items())
-        self.together.begin(self.pool)
+        self.joint.catch_up(self.pool, self.seen.items())
+        self.joint.begin(self.pool)
         for layer in range(LAYERS):
             if singles:
                 batch = [torch.cat([news[page][layer][part] for page in singles]) for part in range(3)]
                 seen = torch.tensor([self.seen[page] for page in singles])
-                out = self.together.decode(layer, torch.tensor(singles), seen, *batch)
+                out = self.joint.decode(layer, torch.tensor(singles), seen, *batch)
                 for i, page in enumerate(singles):
                     result[page].append(out[i : i + 1])
             for page in prompts:
-                result[page].append(self.together.prefill(layer, page, self.seen[page], *news[page][layer]))
-        self.together.finish()
+                result[page].append(self.joint.prefill(layer, page, self.seen[page], *news[page][layer]))
+        self.joint.finish()
         for page, new in news.items():
             # Layers decide as one table here: rounding may move a code.
             atol, rtol = (3e-2, 3e-2) if self.method.stored_bits else (2e-5, 1e-4)
@@ -109,8 +109,8 @@ class Served:
             self.seen[page] += new[0][0].shape[0]
 
     def kept(self, page: int) -> list[list[list[int]]]:
-        self.together.catch_up(self.pool, self.seen.items())
-        tables = self.together.pages(self.pool).take(page, self.seen[page], self.together.settled[page])
+        self.joint.catch_up(self.pool, self.seen.items())
+        tables = self.joint.pages(self.pool).take(page, self.seen[page], self.joint.settled[page])
         return [kept(table) for table in tables]
 
 
@@ -127,7 +127,7 @@ def test_requests_in_pages_are_requests_alone(text: str) -> None:
         served.forward([4, 3], {})
     for page, request in served.alone.items():
         assert served.kept(page) == request.kept()
-    assert served.together.settled == {2: 70 + 3 + 20 + 45, 3: 70, 4: 90 + 64}
+    assert served.joint.settled == {2: 70 + 3 + 20 + 45, 3: 70, 4: 90 + 64}
     del served.seen[3]  # the next request in that page
     served.forward([4], {3: 64})
     served.forward([3, 2], {})
@@ -150,16 +150,16 @@ def test_a_request_that_is_not_finite_harms_no_other(text: str, value: float) ->
     served.forward([], {4: 90})
 
     def poison(n: int, seen: int) -> None:
-        served.together.catch_up(served.pool, [(2, seen)])
-        served.together.begin(served.pool)
+        served.joint.catch_up(served.pool, [(2, seen)])
+        served.joint.begin(served.pool)
         for layer, new in enumerate(served.tokens(n)):
             spoilt = [torch.full_like(part, value) for part in new]
             if n > 1:
-                out = served.together.prefill(layer, 2, seen, *spoilt)
+                out = served.joint.prefill(layer, 2, seen, *spoilt)
             else:
-                out = served.together.decode(layer, torch.tensor([2]), torch.tensor([seen]), *spoilt)
+                out = served.joint.decode(layer, torch.tensor([2]), torch.tensor([seen]), *spoilt)
             assert not out.isfinite().any()
-        served.together.finish()
+        served.joint.finish()
 
     poison(70, 0)
     for count in range(66):
@@ -176,11 +176,11 @@ def test_heads_and_layers_share_a_page() -> None:
     served = Served("rehearse:budget=24:wait=64:recent=8:refit=none")
     news = served.tokens(100)
     news[1][0] *= 8  # sharper attention, larger scores
-    served.together.begin(served.pool)
+    served.joint.begin(served.pool)
     for layer in range(LAYERS):
-        served.together.prefill(layer, 1, 0, *news[layer])
-    served.together.finish()
-    counts = served.together.pages(served.pool).planes["kept"][1].sum(-1).tolist()
+        served.joint.prefill(layer, 1, 0, *news[layer])
+    served.joint.finish()
+    counts = served.joint.pages(served.pool).planes["kept"][1].sum(-1).tolist()
     assert sum(counts) == LAYERS * HEADS * 24
     assert counts[1] > counts[0] + 10
 
@@ -190,18 +190,18 @@ def test_a_prompt_of_one_token_is_one_that_waits() -> None:
     served.forward([], {1: 1})
     for _ in range(3):
         served.forward([1], {})
-    assert served.together.settled[1] == 0
+    assert served.joint.settled[1] == 0
     assert served.kept(1) == served.alone[1].kept()
 
 
 def test_memory_is_measured_without_a_page() -> None:
-    together = Together(parse_method("rehearse:budget=40"))  # type: ignore[arg-type]
+    joint = JointLayers(parse_method("rehearse:budget=40"))  # type: ignore[arg-type]
     served = Served("rehearse:budget=40")
-    together.begin(None)
-    for place, new in zip(served.together.places, served.tokens(60), strict=True):
-        together.prefill(together.join(place, SCALE), NOBODY, 0, *new)
-    together.finish()
-    assert together.forward is None and not together.settled
+    joint.begin(None)
+    for place, new in zip(served.joint.places, served.tokens(60), strict=True):
+        joint.prefill(joint.join(place, SCALE), NOBODY, 0, *new)
+    joint.finish()
+    assert joint.forward is None and not joint.settled
 
 
 def lies_in(tensor: Tensor, storages: set[int]) -> bool:
@@ -231,11 +231,11 @@ def test_nothing_of_a_forward_outlives_it(monkeypatch: pytest.MonkeyPatch) -> No
     served.forward([], {1: 90, 2: 70})
     for _ in range(64):  # the last is followed by a rehearsal
         served.forward([1, 2], {})
-    served.together.catch_up(served.pool, served.seen.items())
+    served.joint.catch_up(served.pool, served.seen.items())
     assert tensors_over({served.pool.untyped_storage().data_ptr()}) == 1
     news = served.tokens(100)
     held = {each.untyped_storage().data_ptr() for layer in news for each in layer}
-    known, rehearsed = dict(served.together.settled), []
+    known, rehearsed = dict(served.joint.settled), []
     catch_up = Rehearse.catch_up
 
     def noted(method: Rehearse, tables: list[SlotTable]) -> None:
@@ -243,23 +243,23 @@ def test_nothing_of_a_forward_outlives_it(monkeypatch: pytest.MonkeyPatch) -> No
         catch_up(method, tables)
 
     monkeypatch.setattr(Rehearse, "catch_up", noted)
-    served.together.begin(None)
+    served.joint.begin(None)
     for layer in range(LAYERS):
-        served.together.prefill(layer, NOBODY, 0, *news[layer])
-    served.together.finish()
+        served.joint.prefill(layer, NOBODY, 0, *news[layer])
+    served.joint.finish()
     assert tensors_over(held) == 3 * LAYERS
     assert rehearsed == [164], "what new tokens take is measured too"
-    assert served.together.settled == known
+    assert served.joint.settled == known
 
 
 def test_a_later_chunk_holds_no_product_that_its_keys_are_a_part_of() -> None:
     """vLLM's layers give views of one tensor: all layers of a long chunk would hold their queries too."""
     served = Served("rehearse:budget=40:wait=64:recent=8")
     served.forward([], {1: 90})
-    served.together.begin(served.pool)
+    served.joint.begin(served.pool)
     whole = torch.randn(100, (HEADS * GROUP + 2 * HEADS) * SIZE)
     new = [x.unflatten(1, (-1, SIZE)) for x in whole.split([HEADS * GROUP * SIZE, HEADS * SIZE, HEADS * SIZE], 1)]
-    served.together.prefill(0, 1, 90, *new)
+    served.joint.prefill(0, 1, 90, *new)
     assert tensors_over({whole.untyped_storage().data_ptr()}) == 1 + len(new)
 
 
@@ -271,14 +271,14 @@ def test_rows_of_no_request_change_no_page() -> None:
         each.forward([], {1: 90, 3: 70})
     new = served.tokens(4)
     for each, rows in ((served, 2), (padded, 4)):
-        each.together.begin(each.pool)
+        each.joint.begin(each.pool)
         pages, seen = torch.tensor([3, 1, 0, 0])[:rows], torch.tensor([70, 90, -1, 500])[:rows]
-        outs = [each.together.decode(layer, pages, seen, *(x[:rows] for x in new[layer])) for layer in range(LAYERS)]
-        each.together.finish()
+        outs = [each.joint.decode(layer, pages, seen, *(x[:rows] for x in new[layer])) for layer in range(LAYERS)]
+        each.joint.finish()
         each.seen, each.out = {1: 91, 3: 71}, [out[:2] for out in outs]
     torch.testing.assert_close(padded.out, served.out)
     for page in (1, 3):
-        ours, theirs = (each.together.pages(each.pool).planes for each in (served, padded))
+        ours, theirs = (each.joint.pages(each.pool).planes for each in (served, padded))
         for name, plane in ours.items():
             assert torch.equal(plane[page].view(torch.uint8), theirs[name][page].view(torch.uint8)), name
 
@@ -288,7 +288,7 @@ def test_a_first_token_that_comes_alone_starts_its_page() -> None:
     served = Served("rehearse:budget=40:wait=64:bits=16")
     served.forward([], {2: 90})
     served.alone[2], served.seen[2] = Alone(served.method, served.options), 0
-    served.together.start(served.pool, [2])
+    served.joint.start(served.pool, [2])
     for _ in range(5):
         served.forward([2], {})
     assert served.kept(2) == served.alone[2].kept() == [[[0, 1, 2, 3, 4]] * HEADS] * LAYERS
@@ -311,11 +311,11 @@ def test_the_kernels_do_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> 
 
     step = torch.tensor([3, 1]), torch.tensor([40, 20]), *by_torch.tokens(2)[0]
     for served in (by_torch, by_kernel):
-        served.together.begin(served.pool)
-    wanted = by_torch.together.decode(1, *step)
+        served.joint.begin(served.pool)
+    wanted = by_torch.joint.decode(1, *step)
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "kernel_for", kernel_for)
-        result = by_kernel.together.decode(1, *step)
+        result = by_kernel.joint.decode(1, *step)
     torch.testing.assert_close(result, wanted, atol=1e-4, rtol=1e-3)
     assert used >= {"weighted_attention", "work_list", "keep_queries"} | ({"slot_update"} if bits == 4 else set())
     assert torch.equal(by_kernel.pool, by_torch.pool)

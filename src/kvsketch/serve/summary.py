@@ -37,7 +37,7 @@ def full_cache_bytes(model: Any, tokens: int) -> int:
     return FullCache(model).bytes(tokens)
 
 
-def summary(model: Any, cache: CompressedCache) -> dict[str, Any]:
+def of_cache(model: Any, cache: CompressedCache) -> dict[str, Any]:
     """Counts of a cache of one row; `slots` are those of each head of each compressed layer."""
     return {
         "tokens_seen": cache.tokens_seen,

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.common.device import Device
-from kvsketch.ops.thin_linear import reference
+from kvsketch.ops.skinny_matmul import reference
 
-kernel = pytest.importorskip("kvsketch.ops.thin_linear.kernel", reason="needs Triton")
+kernel = pytest.importorskip("kvsketch.ops.skinny_matmul.kernel", reason="needs Triton")
 # The sums are in fp32 on both sides; the outputs are rounded once, and Triton's interpreter truncates.
 TOLERANCE = {torch.bfloat16: 1.6e-2, torch.float16: 2e-3}
 ROWS = [1, 2, 17]

@@ -5,16 +5,16 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from kvsketch.ops.common.native import divide, program
-from kvsketch.ops.take_rows import Sources
+from kvsketch.ops.common.native import parallel_for, program
+from kvsketch.ops.gather_rows import Sources
 
 
 def supported(rows: Tensor) -> bool:
     return rows.stride(1) == 1
 
 
-def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
-    """See `kvsketch.ops.take_rows`."""
+def gather_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
+    """See `kvsketch.ops.gather_rows`."""
     rows, which, first = sources.rows[0], which.contiguous(), first.contiguous()
     row_bytes, stride = (number * rows.element_size() for number in (rows.shape[1], rows.stride(0)))
 
@@ -24,4 +24,4 @@ def take_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, 
             *(x[begin:].data_ptr() for x in (which, first, index)), *index.stride(), out[begin:].data_ptr(),
         )  # fmt: skip
 
-    divide(copy, len(index), torch.get_num_threads())
+    parallel_for(copy, len(index), torch.get_num_threads())

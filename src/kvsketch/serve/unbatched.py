@@ -29,7 +29,7 @@ class OwnDraw:
         return self.draw.choose(logits, self.mode)
 
 
-class OwnSteps:
+class UnbatchedSteps:
     """Takes steps with the cache of one request, as a captured graph where that is possible."""
 
     def __init__(self, model: Any, fused: bool) -> None:

@@ -1,8 +1,9 @@
-"""Documents that requests continue, beside the pages of their own tokens: the workers' side (`library` is the other).
+"""Documents that requests continue, apart from the pages of their own tokens: the workers' side.
 
-A document is read once, rehearsed with a budget of its own and laid on a shelf: memory apart from vLLM's, with places
-of one size, which nobody writes until another document takes the place. A request that continues it has a page for its
-own tokens, which says where the document lies. Queries read both, and the two are joined (`ops.join_attention`).
+The scheduler's side is `document_index`. A document is read once, rehearsed with a budget of its own and stored in
+memory apart from vLLM's, in places of one size, which nobody writes until another document takes the place. A request
+that continues it has a page for its own tokens, which says where the document is. Queries read both, and the two are
+joined (`ops.join_attention`).
 
 Positions: a prompt that begins with the document's tokens has its own tokens behind them, as the model wants it. One
 that only names it has them from 0 on: its queries and keys are rotated to where they belong. Knows nothing of vLLM.
@@ -57,7 +58,7 @@ class Beside(NamedTuple):
 
 
 @dataclass
-class Shelf:
+class DocumentPool:
     """`count` places, numbered from 1 on; 0 is no document."""
 
     method: WaitingMethod  # with the budget of documents
@@ -67,7 +68,7 @@ class Shelf:
     @classmethod
     def of(
         cls, method: WaitingMethod, page: RequestShape, count: int, like: Sequence[SlotTable], device: torch.device
-    ) -> Shelf:
+    ) -> DocumentPool:
         """Memory for documents like the requests of a `page`."""
         shape = cls.shape(method, page)
         pool = torch.zeros(1 + count, shape.nbytes, dtype=torch.uint8, device=device)
