@@ -121,7 +121,7 @@ def test_a_cpu_takes_turns_with_the_full_cache(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="checks the answer without a GPU")
-@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate", "document", "cpu"}))
+@pytest.mark.parametrize("name", sorted(BENCHMARKS.keys() - {"hit-rate", "document", "cpu", "fit"}))
 def test_without_a_gpu_every_benchmark_says_what_it_needs(name: str, tmp_path: Path) -> None:
     done = bench(name, "--out", str(tmp_path / "records.jsonl"))
     assert (done.exit_code, done.stdout, list(tmp_path.iterdir())) == (2, "", [])

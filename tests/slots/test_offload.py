@@ -217,13 +217,26 @@ def test_what_cannot_be_offloaded_says_so() -> None:
         kvsketch.parse_method("clusterkv:keep_steps=-1")
 
 
+@pytest.mark.parametrize("name", ["clusterkv", "quest", "infinigen"])
+@pytest.mark.parametrize("pads", [[0], [0, 10]], ids=str)
+def test_a_prompt_that_is_too_short_for_codes_moves_when_it_has_grown(name: str, pads: list[int]) -> None:
+    """Its tokens go to the host in a decode step."""
+    model = zoo.build("llama").to(DEVICE)
+    ids, mask = padded(tokens(len(pads), 80), pads)
+    near, far = (CompressedCache(model, f"{NEAR[name]}:bits=4:{where}") for where in ("offload=none", "offload=host"))
+    pieces = [(0, 50), *((n, n + 1) for n in range(50, 80))]
+    logits = [read_pieces(model, cache, ids, mask, pieces) for cache in (near, far)]
+    torch.testing.assert_close(*logits, atol=1e-5, rtol=1e-5)
+    assert far.host_bytes > 0
+
+
 @pytest.mark.parametrize(
     ("name", "bits"), [("clusterkv", "bits=4"), ("quest", "bits=4"), ("infinigen", "bits=4"), ("quest", "key_bits=8")]
 )
 def test_codes_move_to_the_host_and_back(name: str, bits: str, tmp_path: Path) -> None:
     """What few bits on the device give: steps, a second prompt, a file, other rows, a stream."""
     model = zoo.build("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16).to(DEVICE)
-    ids, mask = padded(tokens(2, 120), [0, 74])
+    ids, mask = padded(tokens(2, 120), [0, 10])
     near, far, plain = (
         CompressedCache(model, f"{NEAR[name]}:{rest}") for rest in (bits, f"{bits}:offload=host", "offload=host")
     )

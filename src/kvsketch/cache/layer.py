@@ -201,8 +201,9 @@ class SlotLayer(CacheLayerMixin):
                     self.method.settle(tables)
                 if table.context.bits.keys == AUTO:
                     settle_bits(tables)
-                for each in tables:
-                    short_rows.settle(each)
+                if table.padding is not None:
+                    for each in tables:
+                        short_rows.settle(each)
                 # Once for all layers, so that none of them waits for the device.
                 if any(each.forward.finite_checks for each in tables):
                     require_finite(tables)
@@ -217,7 +218,7 @@ class SlotLayer(CacheLayerMixin):
             if table.exact and table.context.bits and not table.waits_for_codes:
                 # Codes need the table's bounded form, whether something had to go or not.
                 self.method.bound(table, table.seen + max(64, table.seen // 64))
-            if self.forward.chunk is not None:
+            if self.forward.chunk is not None and table.padding is not None:
                 short_rows.settle(table)
         finally:
             table.forward.row_lse = table.forward.row_logits = None

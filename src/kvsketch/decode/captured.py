@@ -368,7 +368,9 @@ class Step:
         bounded = not any(layer.table.exact for layer in self.layers)
         # A row that is too short for codes gets them after some step.
         due = any(
-            layer.method.maintenance_due(layer.table) or short_rows.are_there(layer.table) for layer in self.layers
+            layer.method.maintenance_due(layer.table)
+            or (layer.table.padding is not None and short_rows.are_there(layer.table))
+            for layer in self.layers
         )
         return bounded, due
 

@@ -154,7 +154,7 @@ class RecallingMethod(Method, ABC):
         if table.context.bits and table.exact and (self.reads_on(table) or self.is_indexed(table)):
             # The index has read exact keys; codes are what moves.
             self.bound(table, table.seen)
-        if short_rows.are_there(table):
+        if table.padding is not None and short_rows.are_there(table):
             return
         if self.reads_on(table) and table.seen > self.budget_tokens(table):
             offloaded.offload(table, table.seen, self.sinks, self.tail_tokens, 1)

@@ -32,7 +32,7 @@ def storable(table: SlotTable, what: str) -> Slots:
     """Keys or values of all slots in as many bits as they are to have; `require_finite` says if that failed."""
     held: Slots = table.parts[what]
     held = PlainSlots(held.part(0, table.length)) if isinstance(held, PlainSlots) else held
-    if isinstance(held, SlotCodes):
+    if table.padding is not None and isinstance(held, SlotCodes):
         held = short_rows.take_several(table, held)
     like = None if table.document is None else table.document.parts[what]
     own = table.context

@@ -89,7 +89,7 @@ def without_list(slots: Slots) -> Slots:
 
 
 def settle(table: SlotTable) -> None:
-    """After a forward: rows that have tokens enough, or have dropped one, are coded (asks the device)."""
+    """After a forward: rows that have tokens enough, or have dropped one, are quantised (synchronises with the GPU)."""
     if table.exact or not are_there(table):
         return
     slots, seen = _first(table), table.real_tokens()

@@ -246,7 +246,7 @@ class SlotTable:
     def stores(self) -> tuple[Tensor | SlotCodes, Tensor | SlotCodes]:
         """The same as kernels read them."""
         keys, values = self.equal_slots()
-        if short_rows.are_there(self):
+        if self.padding is not None and short_rows.are_there(self):
             return keys.plain(), values.plain()
         return keys.read, values.read
 
@@ -339,7 +339,7 @@ class SlotTable:
         """What attention reads; in few bits and in a flat store where it is stored so and no token is new."""
         flat_or_coded = self.layout is not None or not isinstance(self.parts["keys"], PlainSlots)
         flat_or_coded |= not isinstance(self.parts["values"], PlainSlots)
-        as_vectors = not flat_or_coded or short_rows.are_there(self)
+        as_vectors = not flat_or_coded or (self.padding is not None and short_rows.are_there(self))
         if not self.in_place or self.context.positions.rotated_by or as_vectors:
             return StoredSlots(self.read_keys(), self.value_slots(), *self.log_weights())
         self.note_reach()
@@ -557,10 +557,12 @@ def _write_next(table: SlotTable, keys: Tensor, values: Tensor) -> None:
     states = [held for name in slot_names(type(state)) if (held := getattr(state, name)) is not None]
     # One score per slot goes with the token, in the same launch.
     score = next((held for held in states if _is_score(held)), None)
-    is_short = short_rows.are_there(table)
-    all_keys, all_values = (short_rows.without_list(part).read for part in (table.keys, table.values))
+    is_short = table.padding is not None and short_rows.are_there(table)
+    stored_keys, stored_values = table.keys, table.values
+    if is_short:
+        stored_keys, stored_values = map(short_rows.without_list, (stored_keys, stored_values))
     ops.write_token(
-        all_keys, all_values, table.index, table.log_den, table.log_num, table.next_slot, table.clock,
+        stored_keys.read, stored_values.read, table.index, table.log_den, table.log_num, table.next_slot, table.clock,
         keys, values, score, None if layout is None else layout.start, table.pages,
     )  # fmt: skip
     if is_short:

@@ -98,9 +98,10 @@ class ClusterKV(RecallingMethod):
         return super().can_forget(table, left) and left >= self.indexed_tokens(table)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
-        tail = self.indexed_tokens(table)
+        before = self.indexed_tokens(table), table.host is None
         super().compress(table, queries)
-        if self.is_indexed(table) and (table.new_tokens > 1 or self.indexed_tokens(table) != tail):
+        moved = (self.indexed_tokens(table), table.host is None) != before
+        if self.is_indexed(table) and (table.new_tokens > 1 or moved):
             clusters.note_spans(table, self.sinks)
 
     def index(self, table: SlotTable) -> None:

@@ -101,7 +101,7 @@ def rewrite(
         # Draws and weights are those of the vectors that will be read: the sums stay unbiased.
         coding.code(table)
     padding = left_padding.of_rows(table.padding, table.shape[0])
-    if short_rows.are_there(table):
+    if table.padding is not None and short_rows.are_there(table):
         outgrown = [
             row for row, (pad, size) in enumerate(zip(padding, budgets, strict=True)) if table.seen - pad > size
         ]
