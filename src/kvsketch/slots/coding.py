@@ -73,12 +73,12 @@ def replace_at(table: SlotTable, at: Tensor, values: Tensor) -> bool:
 
 def require_finite(tables: Sequence[SlotTable]) -> None:
     """Raises NotFinite that names the first vector that could not be coded since the last call (synchronises)."""
-    finite_checks = [doubt for table in tables for doubt in table.forward.finite_checks]
+    finite_checks = [each for table in tables for each in table.forward.finite_checks]
     for table in tables:
         table.forward.finite_checks.clear()
     if not finite_checks:
         return
     here = finite_checks[0].worst.device
-    is_bad = torch.stack([doubt.worst.to(here) for doubt in finite_checks]).isnan().tolist()
+    is_bad = torch.stack([each.worst.to(here) for each in finite_checks]).isnan().tolist()
     if any(is_bad):
         raise finite_checks[is_bad.index(True)].error()
