@@ -5,7 +5,8 @@
     pictures.py   data for other figures: heat maps, positions, clusters
     contents.py   all of it together
     body.py       the report in blocks; blocks.py writes them as Markdown and HTML; render.py writes the files
-    figures.py    curves; figure_pictures.py, benchmark_figures.py: the other figures; drawn.py: which are drawn again
+    figures.py    curves; figure_pictures.py, benchmark_figures.py, evidence_picture.py: the other figures;
+                  drawn.py: which are drawn again
     canvas.py     what figures share; palette.py: colours and markers of methods
     docs.py       the pages of docs/: templates/ ask it for numbers and tables. What is more than a few columns:
                   agents.py, benchmarks.py, bfcl.py, bits.py, doubt.py, equal_bytes.py, evidence.py, ranking.py,

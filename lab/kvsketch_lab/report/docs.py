@@ -41,6 +41,7 @@ from kvsketch_lab.report import (
     doubt,
     equal_bytes,
     evidence,
+    evidence_picture,
     figures,
     palette,
     papers,
@@ -309,6 +310,10 @@ class Numbers:
             yield "agents", run
         drawn = [equal_bytes.picture(self.at_equal_bytes, model) for model in self.byte_models()[:1]]
         yield from (("bytes", figure) for figure in drawn if figure is not None)
+        own = self.records("evidence")
+        ranked = ranking.measured(own + self.records("outside"), self.records("eval"))
+        pictures = [evidence_picture.picture(ranked, model) for model in evidence.models(evidence.shown(own))[:1]]
+        yield from (("evidence", figure) for figure in pictures if figure is not None)
         for section in self.errors.sections:
             if section.kind.name == "attention_error":
                 yield "attention_error", figures.attention_errors(section, recall.MODEL)
