@@ -6,4 +6,3 @@ SEED = 0  # of random draws, and of sampling in commands
 CHUNK = 2048  # tokens of a prompt that are read at a time
 FIT_TOKENS, FIT_LENGTH = 131_072, 4096  # of all texts that a model is fitted to, and of a part that is read at once
 CPU_FIT_TOKENS, CPU_FIT_LENGTH = 4096, 512  # on a CPU, unless texts are named
-CPU_FEWEST_TOKENS = 2048  # of a fit that runs by itself where more would take too long

@@ -293,7 +293,7 @@ def test_steps_are_captured_for_no_more_requests_than_memory_holds(free: int | N
 
 def test_the_plugin_imports_what_attention_needs_alone() -> None:
     """A model library that is broken, or slow to import, must not end the start of vLLM."""
-    modules = "together, settings, paged, page_book, blocks"
+    modules = "joint_layers, settings, paged, page_map, blocks"
     told = subprocess.run(
         [sys.executable, "-c", f"from kvsketch.integrations.vllm import {modules}; import sys; print(*sys.modules)"],
         capture_output=True, text=True, check=True,

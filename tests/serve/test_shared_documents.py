@@ -90,7 +90,7 @@ def joined(shared: Any, row: int, ids: tuple[int, ...], document: CompressedCach
 
 
 def slots_used(shared: Any) -> int:
-    return sum(stretch.size for stretch in shared.store._stretches())
+    return sum(each.size for each in shared.store._allocations())
 
 
 def test_a_document_lies_once_and_a_row_holds_its_tail() -> None:

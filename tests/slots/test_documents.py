@@ -37,7 +37,7 @@ def check(store: DocumentRows, documents: list[CompressedCache], reads: dict[int
     needed = sum(-(-[*reads.values()].count(document) // most) for document in documents)
     assert {*groups.values()} == {*range(needed)} and (store.groups.own["capacity"][:, needed:] == 0).all()
     ends = 0
-    for allocation in sorted(store._stretches(), key=lambda allocation: allocation.start):
+    for allocation in sorted(store._allocations(), key=lambda allocation: allocation.start):
         assert allocation.start >= ends
         ends = allocation.start + allocation.size
     assert ends <= store.slots and store.rows.keys() >= reads.keys()

@@ -1,7 +1,8 @@
 """The first fit of a model: `read`, `chat` and `serve` learn once what their method asks for (`kvsketch fit`).
 
     method     one that names no replay gets replay=auto: learned with maps of the model, else virtual
-    seconds    a short text is read and timed; a fit that would take longer than `LONGEST` does not run by itself
+    seconds    a short text is read and timed; a fit that would take longer than `LONGEST` does not run by itself, and
+               none does on a CPU
     texts      those that Python brings along (`models.fit_texts`)
 
 One process fits at a time, the others wait for its file. What an interrupted fit has added up stays for the next.
@@ -24,7 +25,7 @@ from kvsketch.cli.options import Fit
 from kvsketch.cli.output import megabytes, remarks
 from kvsketch.cli.progress import fit_bar
 from kvsketch.decode.asking import repeat_instruction
-from kvsketch.defaults import CPU_FEWEST_TOKENS, CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
+from kvsketch.defaults import CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
 from kvsketch.doubt_threshold import DoubtThreshold
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import AUTO, with_replay
@@ -64,14 +65,11 @@ def fit_first(model: Any, tokenizer: Any, method: Method, name: str, wanted: Fit
     if wanted == Fit.NEVER:
         _say(f"--fit never: {instead}")
         return
+    if wanted == Fit.AUTO and not by_itself(model.device):
+        return
     parts = own_texts(tokenizer, model.device)
     seconds = seconds_of_fit(model, parts)
-    if seconds > LONGEST and model.device.type == "cpu":
-        # Half of the tokens give most of what all give (docs/rehearse.md).
-        fewer = own_texts(tokenizer, model.device, CPU_FEWEST_TOKENS)
-        if (less := seconds * _tokens(fewer) / _tokens(parts)) <= LONGEST:
-            parts, seconds = fewer, less
-    if seconds > LONGEST:
+    if wanted == Fit.AUTO and seconds > LONGEST:
         _say(f"{instead}; `kvsketch fit {name}` changes that, once, in about {_minutes(seconds)} on this machine")
         return
     what = f"fitting {name} to {counted(_tokens(parts), 'token')}, once, about {_minutes(seconds)}"
@@ -83,6 +81,11 @@ def fit_first(model: Any, tokenizer: Any, method: Method, name: str, wanted: Fit
                 _say(learned_to_file(model, tokenizer, parts, path, identity, doubt=doubt))
     except (OSError, RuntimeError, ValueError) as error:
         _say(f"the fit failed ({error}); {instead}")
+
+
+def by_itself(device: torch.device) -> bool:
+    """Whether such a device fits without being asked: what a CPU can take in minutes gave no more right answers."""
+    return device.type != "cpu"
 
 
 def learned_to_file(

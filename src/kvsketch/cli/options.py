@@ -19,12 +19,13 @@ class Fit(StrEnum):
     """Whether a command fits the model where its method asks for what is learned of it."""
 
     AUTO = "auto"
+    ALWAYS = "always"
     NEVER = "never"
 
 
 FIT = (
-    "auto: a model without maps is fitted once, if that takes less than 3 minutes, so that rehearse keeps more of what "
-    "is asked about; never: it is not, and rehearse replays virtually."
+    "auto: a GPU fits a model without maps once, if that takes less than 3 minutes, so that rehearse keeps more of "
+    "what is asked about; always: a CPU too, whatever it takes; never: rehearse replays virtually."
 )
 FitOption = Annotated[Fit, typer.Option(help=FIT, envvar="KVSKETCH_FIT")]
 QUICK = "float32, bfloat16 or float16; default: bfloat16 on a GPU or a CPU with native support, else float32."
