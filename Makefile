@@ -147,8 +147,9 @@ $(STAMP): pyproject.toml lab/pyproject.toml
 	$(COMPILE)
 	@touch $@
 
-# pip compiles one file after the other, the tests of packages too. A file that is no Python 3 is nobody's mistake.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests/' $(VENV)/lib || true
+# pip compiles one file after the other, the tests of packages too, and hundreds of models that nobody imports. A file
+# that is no Python 3 is nobody's mistake.
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/|/pip/' $(VENV)/lib || true
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package
 # index that pip is set up with or, where that offers CUDA builds only, through uv, which knows PyTorch's CPU builds.

@@ -82,7 +82,7 @@ def test_narrowed_codes_are_nearly_those_of_the_vectors() -> None:
     torch.testing.assert_close(narrow.plain()[:, :, :4], x[:, :, :4], atol=1e-4, rtol=0)  # exact ones stay
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_the_layer_that_needs_them_gets_more_bits(method: str, tmp_path: Path) -> None:
     model, ids = loud(), zoo.tokens(1, 131)
     caches = {bits: CompressedCache(model, f"{method}:bits={bits}") for bits in ("4", "auto")}

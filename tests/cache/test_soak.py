@@ -11,6 +11,7 @@ import pytest
 
 from kvsketch_lab import records
 from scripts import soak
+from tests.helpers.common import thinned
 
 # A busy machine may halve in speed for a while; a cache that grows with the text takes several times as long.
 SLOWER = 4.0
@@ -21,7 +22,7 @@ def soaked(method: str, tokens: int = 288) -> dict[str, Any]:
     return soak.soak(method, soak.parsed(settings))
 
 
-@pytest.mark.parametrize("name", soak.BOUNDED)
+@pytest.mark.parametrize("name", thinned(soak.BOUNDED))
 def test_bytes_and_budget_stay_flat(name: str) -> None:
     data = soaked(f"{name}:budget=72")
     assert soak.complaints(data, SLOWER) == []

@@ -15,7 +15,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode.sampling import NO_TOKEN, Draw
 from kvsketch.serve.requests import Request
-from tests.helpers.common import with_budget
+from tests.helpers.common import also, with_budget
 from tests.serve.test_engine import CHUNK, answer_alone, model, model_on_gpu, prompt, start
 
 __all__ = ["start"]
@@ -88,7 +88,7 @@ def require_guided(engine: Any, method: str, on: Any = None) -> None:
             assert list(ticket) == alone[0, length:].tolist()
 
 
-@pytest.mark.parametrize("rows", [3, 1])
+@pytest.mark.parametrize("rows", [3, *also(1)])
 @pytest.mark.parametrize("method", [*SHARED, APART])
 def test_guided_rows_follow_their_grammar_and_others_do_not_notice(method: str, rows: int, start: Any) -> None:
     require_guided(start(method, rows=rows, prefill="stream"), method)

@@ -21,6 +21,7 @@ from kvsketch.slots import documents as shared_documents
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.documents import DocumentRows
 from tests.helpers import zoo
+from tests.helpers.common import also
 from tests.helpers.engines import starting
 from tests.serve.test_engine import AsksNothing
 
@@ -59,7 +60,7 @@ def alone(method: str, ids: tuple[int, ...], count: int, document: CompressedCac
 start = starting(model, method=METHOD, rows=3, longest=400, prefill="stream", chunk=CHUNK, documents=True)
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", [METHODS[0], *also(*METHODS[1:])])
 def test_requests_of_two_documents_and_of_none(method: str, start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Joined and ended in mixed order over few rows; long answers are rehearsed; the clock is turned back; a group has
     two rows.
