@@ -4,7 +4,7 @@ A layer of full attention is kvsketch's. One with a sliding window is vLLM's own
 have chosen. Linear attention never asks for an attention backend, and its state is vLLM's as well.
 
 All layers of vLLM take blocks from one pool, and all blocks have one size: that of a few tokens. A page is much larger,
-so beside such layers pages lie in a pool of their own (`page_book`), and the block that a request has for kvsketch's
+so beside such layers pages lie in a pool of their own (`page_map`), and the block that a request has for kvsketch's
 layers only stands for its page.
 """
 
