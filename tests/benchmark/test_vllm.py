@@ -25,7 +25,7 @@ def told(job: Job, tokens: list[int]) -> dict[str, Any]:
     if not job.batches:
         return {"tokens": [tokens]}
     rows = [{"batch": b, "step_times_ms": [3.0, 1.0, 2.0], "tokens_per_s": 500.0 * b} for b in job.batches]
-    return {"vllm": "0.32.0", "start_s": 60.0, "rows_that_fit": 160, "batches": rows}
+    return {"vllm": "0.32.0", "start_s": 60.0, "rows_that_fit": 160, "timed": rows}
 
 
 def measured(monkeypatch: pytest.MonkeyPatch, eager_tokens: list[int], **options: Any) -> list[dict[str, Any]]:
@@ -129,8 +129,9 @@ def test_questions_follow_the_texts_that_were_read(contender: str, monkeypatch: 
 
 def test_turns_and_questions_are_rows_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
-    monkeypatch.setattr(vllm, "run", lambda job: jobs.append(job) or {"answers_s": 1.0})
+    monkeypatch.setattr(vllm, "run", lambda job: jobs.append(job) or {"timed": [{"answers_s": 1.0}]})
     rows = [*vllm.Vllm(contenders="fp8", questions=4, batches="3", prompt=100, new=8, chunk=64).measure("fp8")]
+    assert rows[0]["answers_s"] == 1.0 and "timed" not in rows[0]
     assert rows[0]["texts"] == 3 and rows[0]["questions"] == 4 and rows[0]["chunk"] == 64
     (job,) = jobs
     assert (job.rows, job.texts, job.chunk, job.reuses, job.documents) == (12, 3, 64, True, 0)
@@ -140,6 +141,42 @@ def test_turns_and_questions_are_rows_of_their_own(monkeypatch: pytest.MonkeyPat
     assert Job(contender=METHOD, question=4).documents == 1
     records: Any = [{"kind": "vllm", "data": {"contender": "fp8", "batch": 1, "prompt": 9, "questions": 4}}]
     assert report.measured(records) == []
+
+
+def test_chats_of_each_number_are_rows_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+    jobs: list[Job] = []
+
+    def run(job: Job) -> dict[str, Any]:
+        jobs.append(job)
+        told = {"start_s": 9.0, "timed": [{"chats": chats, "chats_s": 2.0 * chats} for chats in job.chats[:2]]}
+        return told if len(job.chats) == 2 else told | {FAILED: "no memory"}
+
+    monkeypatch.setattr(vllm, "run", run)
+    rows = [*vllm.Vllm(contenders="fp8", turns=3, batches="2,4", prompt=100, new=8, answer=5).measure("fp8")]
+    assert [(row["chats"], row["chats_s"], row["turns"], row["start_s"]) for row in rows] == [
+        (2, 4, 3, 9),
+        (4, 8, 3, 9),
+    ]
+    (job,) = jobs
+    assert job.chats == (2, 4) and job.rows == 4 and job.reuses and job.longest >= 100 + 3 * (8 + 5) + 5
+    *_, failed = vllm.Vllm(contenders="fp8", turns=3, batches="1,2,4").measure("fp8")
+    assert failed[FAILED] == "no memory" and failed["chats"] == 4
+
+
+def test_chats_go_on_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    params = lambda **given: SimpleNamespace(**given)  # noqa: E731
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))  # type: ignore[arg-type]
+    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=0))
+    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # type: ignore[arg-type]
+    engine = Engine.__new__(Engine)
+    engine.job = Job(contender="fp8", prompts=(50,), chats=(2, 3), turns=2, new=5, answer=4)
+    engine.random, engine.vocabulary, engine.engine = random.Random(0), 100, Pretended(50)
+    engine.rows_that_fit = lambda: 9.0  # type: ignore[method-assign]
+    told = [*engine.measured()]
+    assert [row["chats"] for row in told] == [2, 3]
+    first, second, third = (engine.engine.asked[f"1-{turn}"][0] for turn in range(3))
+    assert second[:54] == [*first, 7, 7, 7, 7] and len(second) == 59 and third[:59] == second and len(third) == 68
+    assert told[1]["found"] == 3 * 3 * 50 and told[1]["first_turns_s"] <= told[1]["chats_s"]
 
 
 def test_what_cannot_run_is_told_before_an_engine_starts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,8 @@ With `--question N` all requests share one document: vLLM's own caches with its 
 documents of the plugin, of which it keeps `--kept` tokens; its own budget is for what a request says itself.
 
 With `--turns N` each of `--batches` chats says `prompt` tokens and N times `--new` more, and gets `--answer` tokens
-each time; a chat goes on as soon as it has its answer. Prefix caching is on for all: what is timed is whole
-conversations, and how long a later turn waits for its first token.
+each time; a chat goes on as soon as it has its answer. One engine has all of `--batches`, one after the other. Prefix
+caching is on for all: what is timed is whole conversations, and how long a later turn waits for its first token.
 
 With `--questions N` each of `--batches` texts of `prompt` tokens is read once, and then N questions about each, of
 `--new` tokens, are sent at once. vLLM's own caches and `full` find the text by prefix caching, a method by the
@@ -119,7 +119,7 @@ class Vllm(Benchmark):
             kept=(self.kept or self.prompt // 2) if self.question else 0,
         )  # fmt: skip
         told = run(job)
-        times = told.pop("batches", [])
+        times = told.pop("timed", [])
         for each in times:
             gaps = each.pop("step_times_ms")
             each |= {"step_ms": statistics.median(gaps), "p99_ms": sorted(gaps)[int(0.99 * len(gaps))]}
@@ -128,16 +128,20 @@ class Vllm(Benchmark):
             yield row | told | {FAILED: told.get(FAILED) or "no step was timed"}
 
     def _chats(self, row: Fields) -> Iterator[Fields]:
-        for chats in self.batches:
-            longest = self.prompt + self.turns * (self.new + self.answer) + self.answer + 64
-            job = Job(
-                contender=row["contender"], shape=self.shape, layers=self.layers, prompts=(self.prompt,), rows=chats,
-                chats=chats, longest=longest, share=self.share, device=self.device, seed=self.seed,
-                turns=self.turns, new=self.new, answer=self.answer, chunk=self.chunk,
-            )  # fmt: skip
-            said = {"chats": chats, "turns": self.turns, "new": self.new, "answer": self.answer}
-            said |= {"chunk": self.chunk} if self.chunk else {}
-            yield row | said | run(job)
+        longest = self.prompt + self.turns * (self.new + self.answer) + self.answer + 64
+        job = Job(
+            contender=row["contender"], shape=self.shape, layers=self.layers, prompts=(self.prompt,),
+            rows=max(self.batches), chats=self.batches, longest=longest, share=self.share, device=self.device,
+            seed=self.seed, turns=self.turns, new=self.new, answer=self.answer, chunk=self.chunk,
+        )  # fmt: skip
+        row |= {"turns": self.turns, "new": self.new, "answer": self.answer}
+        row |= {"chunk": self.chunk} if self.chunk else {}
+        told = run(job)
+        timed = told.pop("timed", [])
+        for each in timed:
+            yield row | told | each
+        if told.get(FAILED) or not timed:
+            yield row | told | {"chats": max(self.batches), FAILED: told.get(FAILED) or "no chat was timed"}
 
     def _asked(self, row: Fields) -> Iterator[Fields]:
         for texts in self.batches:
@@ -149,7 +153,9 @@ class Vllm(Benchmark):
             )  # fmt: skip
             said = {"texts": texts, "questions": self.questions, "new": self.new, "answer": self.answer}
             said |= {"chunk": self.chunk} if self.chunk else {}
-            yield row | said | run(job)
+            told = run(job)
+            timed = told.pop("timed", [{}])
+            yield row | said | told | timed[0]
 
     def _wrong(self, contender: str) -> str:
         """What is wrong with the tokens of captured steps."""

@@ -66,7 +66,7 @@ class Job:
     wait: int = 0  # more steps, in which every row is rehearsed once
     question: int = 0  # tokens behind one document, the first prompt, that all requests share; 0: they share nothing
     kept: int = 0  # tokens of the document that a method keeps
-    chats: int = 0  # that go on, each with the first prompt, so many later turns, and new tokens and an answer in each
+    chats: tuple[int, ...] = ()  # so many at a time that go on: the first prompt, later turns, an answer in each
     turns: int = 0
     new: int = 0
     answer: int = 0
@@ -253,11 +253,11 @@ class Engine:
             "latest_s": max(first.values()), "found": found, "tokens_per_s": sum(map(len, made.values())) / total,
         }  # fmt: skip
 
-    def conversations(self) -> Fields:
-        """Chats that go on as soon as they have an answer."""
+    def conversations(self, chats: int) -> Fields:
+        """So many chats that go on as soon as they have an answer."""
         job = self.job
         made: dict[str, list[int]] = {}
-        texts = {chat: self.prompt(job.prompts[0]) for chat in range(job.chats)}
+        texts = {chat: self.prompt(job.prompts[0]) for chat in range(chats)}
         begun: dict[str, float] = {}
         first: dict[str, float] = {}
         turn, found = dict.fromkeys(texts, 0), 0
@@ -288,9 +288,19 @@ class Engine:
         total = time.perf_counter() - start
         later = [first[name] - begun[name] for name in first if not name.endswith("-0")]
         return {
-            "chats_s": total, "first_turns_s": first_turns - start, "later_s": sum(later) / len(later),
+            "chats": chats, "chats_s": total, "first_turns_s": first_turns - start, "later_s": sum(later) / len(later),
             "latest_s": max(later), "found": found, "tokens_per_s": sum(map(len, made.values())) / total,
         }  # fmt: skip
+
+    def measured(self) -> Iterator[Fields]:
+        """What the job asks for, one after the other."""
+        job, fits = self.job, int(self.rows_that_fit())
+        if job.chats:
+            yield from map(self.conversations, job.chats)
+        elif job.questions:
+            yield self.asked()
+        else:
+            yield from self.timed([*{max(1, min(batch, fits)) for batch in job.batches}])
 
     def _timed(self, batch: int, made: dict[str, list[int]]) -> Fields:
         for _ in range(WARM_UP_STEPS):
@@ -323,14 +333,11 @@ def work(job: Job) -> Fields:
         result |= {"vllm": vllm.__version__, "torch": torch.__version__}
         engine = Engine(job)
         result |= {"start_s": engine.start_s, "rows_that_fit": engine.rows_that_fit()}
-        if job.chats or job.questions:
-            result |= engine.conversations() if job.chats else engine.asked()
-            return result | ({"peak_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {})
-        if not job.batches:
+        if not job.times:
             return result | {"tokens": engine.answers()}
-        result["batches"] = []
-        for row in engine.timed([*{max(1, min(batch, int(engine.rows_that_fit()))) for batch in job.batches}]):
-            result["batches"].append(row)
+        result["timed"] = []
+        for row in engine.measured():
+            result["timed"].append(row)
             print(json.dumps(result), flush=True)  # who stops this process has what was timed so far
         if torch.cuda.is_available():
             result["peak_bytes"] = torch.cuda.max_memory_allocated()
