@@ -43,7 +43,7 @@ def test_readme_counts_the_rehearsals() -> None:
         record("rehearse:budget=64", 64, 16.0, rows_that_fit=163, sustained_per_s=3000.0),
     ]
     sizes = SimpleNamespace(user_gb=lambda name, prompt: 4.0 if name == "bf16" else 0.5)
-    lines = vllm.short(records, sizes, {"full": "0.9", "rehearse": "0.8"}).splitlines()[2:]
+    lines = vllm.short(records, sizes, {"bf16": "0.9", "rehearse": "0.8"}).splitlines()[2:]
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
         ["vLLM, bf16 cache", "4.00 GB", "26", "800", "0.9"], ["kvsketch in vLLM", "0.50 GB", "163", "3,000", "0.8"],
     ]  # fmt: skip

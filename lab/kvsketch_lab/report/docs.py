@@ -51,6 +51,7 @@ from kvsketch_lab.report import (
     render,
     streams,
     vllm,
+    vllm_answers,
 )
 from kvsketch_lab.report.contents import Contents, contents_of
 from kvsketch_lab.report.drawn import drawn
@@ -276,6 +277,7 @@ class Numbers:
         )
         tables = (
             agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, papers, ranking, recall, streams, vllm,
+            vllm_answers,
         )  # fmt: skip
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG, "sizes": self.sizes}

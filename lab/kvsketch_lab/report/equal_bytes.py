@@ -87,7 +87,7 @@ def cells_of(own: Iterable[Record]) -> list[Cell]:
         if FAILED in data or not data.get("full_bytes"):
             continue
         method, budget = str(data["method"]), str(data.get("budget") or "")
-        for task in _tasks(record):
+        for task in tasks_of(record):
             key = (model_name(data), task, method, budget, str(data.get("question", "unseen")))
             groups.setdefault(key, []).append(record)
     return comparable(_in_one_column([_cell(key, members) for key, members in sorted(groups.items())]))
@@ -128,7 +128,8 @@ def counts(record: Record) -> bool:
     return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
 
 
-def _tasks(record: Record) -> list[str]:
+def tasks_of(record: Record) -> list[str]:
+    """The tasks that a record counts in, such as `lines 400`."""
     data = record["data"]
     match record["kind"]:
         case "lines":

@@ -47,17 +47,16 @@ def documents(records: list[Record]) -> str:
 
 def short(records: list[Record], sizes: Any, answers: dict[str, str]) -> str:
     """README's: memory, users, speed and right answers of vLLM's own caches and of rehearse, each at its best; the
-    speed of rehearse with its rehearsals.
+    speed of rehearse with its rehearsals. `answers` by vLLM's cache, and of `rehearse`.
     """
     rows, lines = measured(records), []
     ours = next((row["contender"] for row in rows if row["contender"].startswith("rehearse")), "")
     for name in [*OWN, ours]:
         if best := most(rows, name):
             title = OWN.get(name, "kvsketch in vLLM")
-            answered = answers["full"] if name == "bf16" else "no record" if name in OWN else answers["rehearse"]
             speed = best.get("sustained_per_s", best["tokens_per_s"]) if name == ours else best["tokens_per_s"]
             memory, users = f"{sizes.user_gb(name, best['prompt']):.2f} GB", f"{best['rows_that_fit']:,.0f}"
-            lines.append([title, memory, users, f"{speed:,.0f}", answered])
+            lines.append([title, memory, users, f"{speed:,.0f}", answers[name if name in OWN else "rehearse"]])
     return markdown(["", "memory of a user", "users that fit", "tokens/s", "right answers"], lines)
 
 
