@@ -13,7 +13,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.integrations.vllm.joint_layers import NOBODY, JointLayers
 from kvsketch.integrations.vllm.settings import servable
-from kvsketch.methods import parse_method
+from kvsketch.methods import parse_method, rehearse
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.ops.common import dispatch
 from kvsketch.slots.context import LayerContext
@@ -248,8 +248,29 @@ def test_nothing_of_a_forward_outlives_it(monkeypatch: pytest.MonkeyPatch) -> No
         served.joint.prefill(layer, NOBODY, 0, *news[layer])
     served.joint.finish()
     assert tensors_over(held) == 3 * LAYERS
-    assert rehearsed == [164], "what new tokens take is measured too"
+    assert rehearsed == [99 + 64], "what new tokens take is measured too"
     assert served.joint.settled == known
+
+
+@pytest.mark.parametrize("count", [200, 192])
+def test_prompts_of_whole_chunks_and_others_are_tried_before_the_first_request(
+    count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Their refits are different programs on a GPU, where the first request would wait for them to be compiled."""
+    served, kinds = Served("rehearse:budget=40:wait=64:recent=8:chunk=64"), []
+    refit_layers = rehearse.refit_layers
+
+    def noted(layers: Any, *given: Any) -> Any:
+        kinds.append({bool(layer.marks[1].all()) for layer in layers} == {True})
+        return refit_layers(layers, *given)
+
+    monkeypatch.setattr(rehearse, "refit_layers", noted)
+    served.joint.begin(None)
+    news = served.tokens(count)
+    for layer in range(LAYERS):
+        served.joint.prefill(layer, NOBODY, 0, *news[layer])
+    served.joint.finish()
+    assert kinds[:2] == [count == 192, count != 192]
 
 
 def test_a_later_chunk_holds_no_product_that_its_keys_are_a_part_of() -> None:

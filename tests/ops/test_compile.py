@@ -71,6 +71,22 @@ def test_every_kernel_compiles_for_an_h200(calls: str) -> None:
     assert not long, f"{long} lines of PTX take a minute to compile: smaller tiles, or products on the tensor cores"
 
 
+@needs_triton
+@pytest.mark.skipif(not has_nvidia_backend(), reason="Triton has no NVIDIA backend here")
+def test_steps_of_any_number_of_rows_run_the_same_programs() -> None:
+    """Those of some rows are compiled before the first request; another number must not wait for a compiler."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "tests.ops.test_compile", "NUMBERS_OF_ROWS"], env=environment,
+        cwd=Path(__file__).parents[2], capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0, ran.stderr[-4000:]
+    launches = [line.split() for line in ran.stdout.splitlines()]
+    assert len(launches) == 3 * 8 + 3
+    for kernel in ("work_list._cut", "work_list._write", "keep_queries.keep_queries_kernel", "codec.decode_kernel"):
+        assert len({program for name, program in launches if name == kernel}) == 1, kernel
+
+
 def launches_in_the_source() -> set[str]:
     """`operation.kernel` for all that is launched as kernel[grid](...) in the package."""
     result = set()
@@ -451,6 +467,29 @@ OTHER_CALLS: tuple[Callable[[], None], ...] = (
 )  # fmt: skip
 
 
+def rows_of_a_step(rows: int) -> None:
+    """A work list of 8 heads a row, and queries that wait in pages; numbers of rows lie behind each other."""
+    numbers = longs(3, rows)
+    with contextlib.suppress(LaunchedTwice):
+        fixed_work_list(longs(2, 8 * rows), 4096, Readers(1584, 64))
+    held = zeros(20, H, 200, row_bytes(D), dtype=torch.uint8)
+    ops.keep_queries(held, normal(rows, HQ, 64, D), numbers[1], H, numbers[0], numbers[2])
+
+
+def steps_that_begin_at(start: int) -> None:
+    """Codes of a page, whose steps of two bytes begin anywhere."""
+    codes = zeros(B, H, S, D // 2, dtype=torch.uint8)
+    steps = zeros(B * H * S + start, dtype=torch.float16)[start:].view(B, H, S)
+    ops.codec.CodedSlots(Codec(4, D), zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps).decoded(
+        torch.bfloat16
+    )
+
+
+NUMBERS_OF_ROWS: tuple[Callable[[], None], ...] = (
+    *(partial(rows_of_a_step, rows) for rows in range(9, 17)), *(partial(steps_that_begin_at, at) for at in (0, 1, 3)),
+)  # fmt: skip
+
+
 class LaunchedTwice(Exception):
     """A call launches a kernel again. Nothing was computed, so that it may never see a reason to stop."""
 
@@ -496,5 +535,6 @@ def compile_all(calls: Sequence[Callable[[], None]], report: Callable[[str, Any]
 
 
 if __name__ == "__main__":
-    chosen = {"CALLS": CALLS, "OTHER_CALLS": OTHER_CALLS}[sys.argv[1]]
-    compile_all(chosen, lambda name, program: print(name, program.asm["ptx"].count("\n"), flush=True))
+    chosen = {"CALLS": CALLS, "OTHER_CALLS": OTHER_CALLS, "NUMBERS_OF_ROWS": NUMBERS_OF_ROWS}[sys.argv[1]]
+    same = sys.argv[1] == "NUMBERS_OF_ROWS"
+    compile_all(chosen, lambda name, made: print(name, id(made) if same else made.asm["ptx"].count("\n"), flush=True))

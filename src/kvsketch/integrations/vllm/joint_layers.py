@@ -492,6 +492,11 @@ class JointLayers:
         like, seen = tables[0], self.settled[1]
         tables.clear()
         dtype, most = like.key_slots().dtype, self.method.most_waiting
+        # Prompts of whole chunks have no slot that is hidden, and others have: each kind has kernels of its own.
+        chunk = self.method.chunk
+        self._try_a_turn(pool, 0, seen // chunk * chunk if seen % chunk and seen > chunk else seen - 1, dtype)
+        self.finish()
+        seen = self.settled[1]
         for count in (2, most - 1):
             self._try_a_turn(pool, seen, count, dtype)
             self.forward = None

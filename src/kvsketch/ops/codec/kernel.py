@@ -139,7 +139,7 @@ def store_codes(codes, levels, inside, BITS: tl.constexpr, D: tl.constexpr, TILE
 
 
 # How the few bytes of the steps are aligned differs from prompt to prompt and is not worth a program of its own.
-@triton.jit(do_not_specialize=["count", "step_b", "step_h"])
+@triton.jit(do_not_specialize=["count", "step_b", "step_h"], do_not_specialize_on_alignment=["step_ptr"])
 def encode_kernel(
     x_ptr, center_ptr, sign_ptr, at_ptr, code_ptr, step_ptr, count, heads, unit, norm, largest_step,
     x_b, x_h, x_n, code_b, code_h, code_n, step_b, step_h, step_n,
@@ -163,7 +163,7 @@ def encode_kernel(
     store_codes(code_ptr + b * code_b + h * code_h + slot[:, None] * code_n, levels, inside, BITS, D, TILE)
 
 
-@triton.jit(do_not_specialize=["count", "step_b", "step_h"])
+@triton.jit(do_not_specialize=["count", "step_b", "step_h"], do_not_specialize_on_alignment=["step_ptr"])
 def decode_kernel(
     code_ptr, step_ptr, center_ptr, sign_ptr, exact_ptr, exact_at_ptr, out_ptr, count, heads, unit_norm,
     code_b, code_h, code_n, step_b, step_h,

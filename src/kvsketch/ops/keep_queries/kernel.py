@@ -33,7 +33,11 @@ def keep_queries(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=["count", "room"])
+# How many rows there are, and where their numbers lie, differs from step to step; rows of `held` are never aligned.
+@triton.jit(
+    do_not_specialize=["count", "room", "at_b", "held_b", "held_k", "held_n", "step_b", "step_k", "step_n"],
+    do_not_specialize_on_alignment=["held_ptr", "step_ptr", "at_ptr", "page_ptr", "count_ptr"],
+)
 def keep_queries_kernel(
     q_ptr, held_ptr, step_ptr, sign_ptr, at_ptr, page_ptr, count_ptr, heads, kept, group, count, room, size, at_b,
     unit, norm, largest_step, q_b, q_h, q_n, held_b, held_k, held_n, step_b, step_k, step_n,

@@ -25,7 +25,8 @@ def supported(capacity: Tensor) -> bool:
     return capacity.shape[1] <= MOST_HEADS
 
 
-@triton.jit
+# Steps that are not captured have any number of rows: it is not worth a program of its own.
+@triton.jit(do_not_specialize=["heads", "length"], do_not_specialize_on_alignment=["capacity"])
 def _cut(
     capacity, tried, first, whole, sizes, heads, length, lead, resident,
     TRIED: tl.constexpr, UNIT: tl.constexpr, START: tl.constexpr, COMBINED: tl.constexpr, BLOCK: tl.constexpr,
@@ -59,7 +60,7 @@ def _cut(
     tl.store(whole + begin + 1 + a, end_whole, mask=a < heads)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["heads", "length"], do_not_specialize_on_alignment=["capacity"])
 def _write(
     capacity, first, whole, sizes, work, heads, length, lead, STEPS: tl.constexpr, BLOCK: tl.constexpr,
     EARLY: tl.constexpr,
@@ -108,6 +109,6 @@ def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, T
     )  # fmt: skip
     _write[(layers, triton.cdiv(length, ENTRIES))](
         capacity, first, whole, sizes, work, heads, length, by.lead,
-        STEPS=heads.bit_length(), BLOCK=ENTRIES, num_warps=2, **early_start.launch(capacity.device),
+        STEPS=block.bit_length(), BLOCK=ENTRIES, num_warps=2, **early_start.launch(capacity.device),
     )  # fmt: skip
     return work, first
