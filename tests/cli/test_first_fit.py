@@ -137,6 +137,25 @@ def test_the_time_of_a_fit_grows_with_its_tokens(loaded: Any) -> None:
     assert 0 < one < first_fit.LONGEST < first_fit.seconds_of_fit(loaded[0], [ids] * 10**7)
 
 
+def test_a_gpu_times_a_text_as_long_as_those_of_the_fit(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It takes as long for 128 tokens as for 4,096: a fit of half a minute would be expected to take an hour."""
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    assert first_fit.probe_lengths(gpu, 4096) == (4096, 4096) and first_fit.probe_lengths(cpu, 4096)[1] < 512
+    now, read, lengths = [0.0], [], first_fit.probe_lengths
+
+    def reads(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        read.append(ids.shape[1])
+        now[0] += 0.5 if len(read) == 1 else 0.1  # whatever the length, the first one slower
+        return torch.zeros(1)
+
+    monkeypatch.setattr(first_fit, "prefill", reads)
+    monkeypatch.setattr(first_fit, "probe_lengths", lambda device, part: lengths(gpu, part))
+    monkeypatch.setattr(first_fit.time, "perf_counter", lambda: now[0])
+    parts = [torch.zeros(1, 400, dtype=torch.int64)] * 10
+    assert first_fit.seconds_of_fit(loaded[0], parts) == pytest.approx(0.1 * 10 * first_fit.READINGS)
+    assert read == [400, 400]
+
+
 def test_an_interrupted_fit_goes_on_where_it_stopped(home: Path, loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     model, tokenizer = loaded
     method, own, done = first_fit.with_auto(METHOD), learning._of_text, []

@@ -1,7 +1,7 @@
 """The first fit of a model: `read`, `chat` and `serve` learn once what their method asks for (`kvsketch fit`).
 
     method     one that names no replay gets replay=auto: learned with maps of the model, else virtual
-    seconds    a short text is read and timed; a fit that would take longer than `LONGEST` does not run by itself, and
+    seconds    a text is read and timed; a fit that would take longer than `LONGEST` does not run by itself, and
                none does on a CPU
     texts      those that Python brings along (`models.fit_texts`)
 
@@ -34,7 +34,7 @@ from kvsketch.models.files import locked
 from kvsketch.plural import counted
 
 LONGEST = 180.0  # seconds of a fit that runs by itself
-PROBE, WARM_UP = 128, 16  # tokens whose reading is timed, and that are read before
+PROBE, WARM_UP = 128, 16  # tokens that a CPU reads in the time that counts, and before
 READINGS = 7  # how often as long as one reading a fit takes, replays and sums included
 
 
@@ -114,12 +114,21 @@ def learned_to_file(
 
 
 def seconds_of_fit(model: Any, parts: Sequence[Tensor]) -> float:
-    """About how long a fit takes, from the time of reading a short text."""
-    for tokens in (WARM_UP, PROBE):
+    """About how long a fit takes, from the time of reading a text."""
+    for tokens in probe_lengths(model.device, parts[0].shape[1]):
         ids = parts[0][:, :tokens].to(model.device)
         began = time.perf_counter()
         prefill(model, ids, CompressedCache(model)).sum().item()
     return (time.perf_counter() - began) / ids.shape[1] * READINGS * _tokens(parts)
+
+
+def probe_lengths(device: torch.device, part: int) -> tuple[int, int]:
+    """Tokens of a text that is read first, and of the one whose reading is timed.
+
+    A GPU takes as long for a short text as for one of thousands of tokens, and its first reading of a length compiles
+    and loads what it launches: it reads a whole part of the fit twice.
+    """
+    return (WARM_UP, PROBE) if device.type == "cpu" else (part, part)
 
 
 def _tokens(parts: Sequence[Tensor]) -> int:
