@@ -4,10 +4,13 @@ replayed.
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import gc
 import threading
 import time
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -498,3 +501,27 @@ def test_the_largest_score_is_found_in_parts() -> None:
     scores[0, [700, 300, 301]], scores[1, 5], scores[2] = 9.0, float("nan"), float("-inf")
     assert torch.equal(largest(scores), scores.argmax(-1, keepdim=True))
     assert torch.equal(largest(scores[:, :767]), scores[:, :767].argmax(-1, keepdim=True))
+
+
+def test_nothing_is_collected_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a thread lets go while it records, such as graphs of an engine that has ended, may spoil the recording."""
+    collects: list[bool] = []
+
+    @contextlib.contextmanager
+    def graph(*given: Any, **named: Any) -> Iterator[None]:
+        collects.append(gc.isenabled())
+        yield
+
+    monkeypatch.setattr(torch.cuda, "CUDAGraph", object)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    monkeypatch.setattr(torch.cuda, "graph", graph)
+    monkeypatch.setattr(decoding, "capture_stream", lambda device: None)
+    for enabled in (True, False):
+        (gc.enable if enabled else gc.disable)()
+        try:
+            with pytest.raises(KeyError), decoding.recording(torch.device("cuda")):
+                raise KeyError
+            assert gc.isenabled() == enabled
+        finally:
+            gc.enable()
+    assert collects == [False, False]

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
 import threading
 import warnings
@@ -272,9 +273,16 @@ def recording(device: torch.device, pool: Any = None) -> Iterator[Any]:
     """The graph of what the block launches; nothing of it runs."""
     graph = torch.cuda.CUDAGraph()
     torch.cuda.synchronize()
-    # Threads outside kvsketch may allocate and launch meanwhile.
-    with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
-        yield graph
+    # Threads outside kvsketch may allocate and launch meanwhile. Garbage is not collected: what this thread lets go
+    # then, such as the graphs and pinned buffers of an engine that has ended, may spoil the recording.
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, pool, capture_stream(device), capture_error_mode="thread_local"):
+            yield graph
+    finally:
+        if collects:
+            gc.enable()
 
 
 def read_token(
