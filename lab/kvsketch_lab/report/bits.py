@@ -6,9 +6,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from kvsketch_lab.lists import grouped
-from kvsketch_lab.records import FAILED, Record, latest, mean
+from kvsketch_lab.records import FAILED, Record, interval_text, latest, mean
 from kvsketch_lab.report import blocks
-from kvsketch_lab.report.kinds import model_name
+from kvsketch_lab.report.equal_bytes import held_out, tasks_of
+from kvsketch_lab.report.evidence import question_of
+from kvsketch_lab.report.kinds import difference_of, estimate_of, model_name
+from kvsketch_lab.report.ranking import is_unseen
 
 Means = Mapping[str, Mapping[str, float]]  # store -> what was measured -> its mean over texts
 CODED = (8, 4, 3, 2)
@@ -23,6 +26,7 @@ BESIDE = (
     "full", "full:bits=8", "fp8", "full:bits=auto", "full:bits=4", "quanto:bits=4", "hqq:bits=4", "full:bits=3",
     "full:bits=2", "quanto:bits=2", "hqq:bits=2",
 )  # fmt: skip
+BASIS = ":basis="
 NAMES = {"quanto": "QuantizedCache, quanto", "hqq": "QuantizedCache, hqq"}
 
 
@@ -62,6 +66,35 @@ def chosen(data: Sequence[Mapping[str, Any]]) -> str:
             rows.append([name, texts, blocks.Code(store), *_divergences(means, store), share])
     head = ["model", "held-out texts", "cache", "KL", "KL, repeated passage", "-log p, repeated passage", "bytes"]
     return blocks.table(head, rows) if rows else ""
+
+
+def learned(records: Iterable[Record], model: str) -> str:
+    """Right answers of methods with learned directions beside those of the same method with random ones, and paired
+    differences; empty without records.
+    """
+    own = [each for each in held_out(records) if is_unseen(each) and model_name(each["data"]) == model]
+    by = grouped(own, lambda each: (str(each["data"]["method"]), str(each["data"].get("budget") or "")))
+    lines, tasks = [], ["lines 200", "lines 400", "RULER 4,000"]
+    for (method, share), some in sorted(by.items(), key=lambda item: (item[0][0], -len(item[0][1]), item[0][1])):
+        plain, _, basis = method.rpartition(BASIS)
+        if not basis or (plain, share) not in by:
+            continue
+        asked = {name: grouped(by[name, share], lambda each: tasks_of(each)[0]) for name in (method, plain)}
+        held = mean([each["data"]["device_bytes"] / each["data"]["full_bytes"] for each in some])
+        row = [blocks.Code(method), f"{held:.1%}"]
+        for task in tasks:
+            ours = asked[method].get(task, [])
+            same = {question_of(each) for each in ours}
+            theirs = [each for each in asked[plain].get(task, []) if question_of(each) in same]
+            if not theirs:
+                row += ["", ""]
+                continue
+            found = difference_of(ours, theirs)
+            told = " / ".join(f"{estimate_of(each).value:.2f}" for each in (ours, theirs))
+            row += [f"{told} ({len(theirs)})", interval_text(found, "+.2f") if found else ""]
+        lines.append(row)
+    heads = [part for task in tasks for part in (f"{task}: learned / random (questions)", "difference")]
+    return blocks.table(["method", "bytes", *heads], lines) if lines else ""
 
 
 def _divergences(means: Means, store: str) -> list[str]:

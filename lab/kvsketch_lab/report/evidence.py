@@ -17,12 +17,14 @@ from kvsketch_lab.records import (
     FAILED,
     Estimate,
     Record,
+    Result,
     budget_value,
     interval_text,
     latest,
     mean,
     mean_over_texts,
     nested_mean,
+    paired_difference,
     text_of,
 )
 from kvsketch_lab.report import blocks
@@ -31,12 +33,15 @@ from kvsketch_lab.report.palette import order
 
 FULL = "full"
 DIVERGENCES = ["KL", "KL, 99.9th percentile"]
+LIKELIHOODS = ["-log p of the right choice", "more than the full cache"]
 PERMILLE = 0.001  # of the tokens, beyond the 99.9th percentile
 
 
 DOCUMENTS, CONVERSATION, TURNS = "Questions about documents", "Questions about a conversation", "Many turns"
 LONG_ANSWERS, INSTRUCTIONS, LONGER = "Long answers", "Instructions", "Longer texts"
 LIKELIHOOD = "How likely a reference is"
+CHOICES, CHATS = "Choices about long documents", "Questions about real chats"
+EXTRA = {LIKELIHOOD: DIVERGENCES, CHOICES: LIKELIHOODS}  # columns beside those of tasks
 
 
 def columns(record: Record) -> tuple[str, list[str]]:
@@ -50,6 +55,10 @@ def columns(record: Record) -> tuple[str, list[str]]:
             return DOCUMENTS, [data["task"]]
         case "locomo":
             return CONVERSATION, ["all", data["task"]]
+        case "longbench2":
+            return CHOICES, ["LongBench v2"]
+        case "realtalk":
+            return CHATS, ["all", f"REALTALK, {data['task']}"]
         case "gsm8k":
             return LONG_ANSWERS, [f"{data['problems']} in a prompt" if data["problems"] > 1 else "1 problem"]
         case "instructions":
@@ -121,13 +130,14 @@ def _table(part: str, full: Sequence[Record], others: dict[str, list[Record]]) -
     rows |= {method: others[method] for method in sorted(others, key=order)}
     by = {method: _by_column(own) for method, own in rows.items()}
     tasks = sorted({task for own in by.values() for task in own})
-    head = ["method", "bytes", *(_title(task, reference.get(task, []), part) for task in tasks)]
+    head = ["method", "bytes", *(_title(task, reference.get(task, []), part) for task in tasks), *EXTRA.get(part, [])]
     lines = []
     for method, own in rows.items():
         held = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in own])
         texts = [_text(by[method].get(task, []), reference.get(task, [])) for task in tasks]
-        lines.append([blocks.Code(method), f"{held:.1%}", *texts, *(_divergences(own) if part == LIKELIHOOD else [])])
-    return blocks.table([*head, *(DIVERGENCES if part == LIKELIHOOD else [])], lines)
+        extra = _divergences(own) if part == LIKELIHOOD else _likelihoods(own, full) if part == CHOICES else []
+        lines.append([blocks.Code(method), f"{held:.1%}", *texts, *extra])
+    return blocks.table(head, lines)
 
 
 def _by_column(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -188,6 +198,19 @@ def _divergences(records: Sequence[Record]) -> list[str]:
     tokens = sum(each["tokens_scored"] for each in data)
     average = math.fsum(each["kl"] * each["tokens_scored"] for each in data) / tokens
     return [f"{average:.3f}", f"{percentile(data):.2f}"]
+
+
+def _likelihoods(records: Sequence[Record], full: Sequence[Record]) -> list[str]:
+    """-log p of the right choice in nats, and how much more it is than with the full cache, question by question."""
+
+    def results(some: Sequence[Record]) -> list[Result]:
+        return [
+            Result(question_of(each), text_of(each["data"], each["seed"]), each["data"]["choice_nll"]) for each in some
+        ]
+
+    told = f"{mean([record['data']['choice_nll'] for record in records]):.2f}"
+    more = None if records is full else paired_difference(results(records), results(full))
+    return [told, "" if more is None else interval_text(more.estimate, "+.3f")]
 
 
 def percentile(data: Sequence[Data]) -> float:
