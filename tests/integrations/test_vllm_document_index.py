@@ -47,6 +47,23 @@ def test_a_prompt_may_name_what_it_follows() -> None:
         books.use("e", [1, 2], "plan")
 
 
+def test_documents_are_named_in_the_order_in_which_they_came() -> None:
+    books = document_index()
+    books.use("c", [1], "handbook")
+    with pytest.raises(KeyError, match="documents: handbook, novel"):
+        books.use("d", [1], "plan")
+    assert books.clear({"d"}) == ["handbook", "novel"]
+
+
+def test_a_document_is_told_from_the_last_one_in_its_place() -> None:
+    books = document_index()
+    versions = books.version(1), books.version(2)
+    assert None not in versions and versions[0] != versions[1] and books.version(3) is None
+    books.use("c", [1], "handbook")
+    assert (books.version(1), books.version(2)) == versions, "to be used is no change"
+    assert books.store("d", "novel", NOVEL).place == 2 and books.version(2) not in versions
+
+
 def test_the_longest_document_counts() -> None:
     books = DocumentIndex(2)
     books.store("a", "part", HANDBOOK[:MIN_DOCUMENT_TOKENS])

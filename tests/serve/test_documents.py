@@ -106,6 +106,24 @@ def test_a_document_is_read_once_and_found_after_a_restart(opened: Any, model: A
         again.cache(document.id)
 
 
+def test_documents_that_are_not_asked_about_leave_the_memory(opened: Any) -> None:
+    first = opened()
+    numbers = [settled(first, first.add(TEXT + each).id).id for each in "abc"]
+    one = first.cache(numbers[0]).device_bytes
+    store = opened(most_bytes=2 * one)
+    a, b = (store.cache(number) for number in numbers[:2])
+    assert store.cache(numbers[0]) is a, "both fit"
+    c = store.cache(numbers[2])
+    assert store.cache(numbers[0]) is a and store.cache(numbers[2]) is c
+    d = store.cache(numbers[1])
+    assert d is not b, "the one that was used least recently is read from its file"
+    assert store.cache(numbers[2]) is c
+    store.delete(numbers[2])
+    assert store.cache(numbers[0]) is not a and store.cache(numbers[1]) is d, "one that is deleted takes no memory"
+    small = opened(most_bytes=one // 2)
+    assert small.cache(numbers[0]) is small.cache(numbers[0]), "the last one stays, however large it is"
+
+
 def test_a_short_document_that_names_no_method_is_kept_whole(opened: Any, model: Any, tokenizer: Any) -> None:
     tokens = document_ids(tokenizer, TEXT).shape[1]
     store = opened(whole_below=tokens + 1)

@@ -231,6 +231,25 @@ def test_a_slow_grammar_holds_up_nobody_else(loaded: tuple[Any, Any], monkeypatc
         grammars.guides(grammars.json({"const": "x" * 2**20}))
 
 
+def test_grammars_that_were_asked_for_last_are_parsed_once(
+    loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvsketch.serve.grammar.PROTOTYPES", 2)
+    tokenizer = loaded[1]
+    grammars, parsed = Grammars(tokenizer, len(tokenizer), frozenset({0})), []
+    parse = grammars._parsed
+
+    def parse_and_note(grammar: str) -> Any:
+        parsed.append(grammar)
+        return parse(grammar)
+
+    monkeypatch.setattr(grammars, "_parsed", parse_and_note)
+    a, b, c = (grammars.json({"const": each}) for each in "abc")
+    for grammar in (a, b, a, c, a, b, b):
+        grammars.guides(grammar)
+    assert parsed == [a, b, c, b]
+
+
 @pytest.mark.parametrize("depth", [450, 480, 490])
 def test_a_schema_that_is_nested_deeply_is_refused(client: Any, depth: int) -> None:
     deep = '{"type": "object", "properties": {"a": ' * depth + "{}" + "}}" * depth

@@ -111,15 +111,17 @@ def test_a_document_lies_once_and_a_row_holds_its_tail() -> None:
     assert slots_used(shared) == size
 
 
-def test_a_document_goes_when_its_slots_are_needed_and_nobody_reads_it() -> None:
+def three_with_room_for_two() -> tuple[shared_rows.SharedRows, list[CompressedCache]]:
+    """Three documents, and room for two of them and two tails."""
     documents = [read(METHOD, 90 + i, 150) for i in range(3)]
-    probe = shared_rows.SharedRows(model(), METHOD, rows=2, longest=400, documents=True)
-    size = probe.document_slots(documents[0])
-    assert joined(probe, 0, prompt(1, 5), documents[0]) == ""
-    tail = slots_used(probe) - size
-    shared = shared_rows.SharedRows(model(), METHOD, rows=2, longest=400, documents=True)
-    # Room for two documents and two tails.
-    shared.store.slots = 2 * size + 2 * tail + 40
+    probe, shared = (shared_rows.SharedRows(model(), METHOD, rows=2, longest=400, documents=True) for _ in range(2))
+    assert probe.document_slots(documents[0]) and joined(probe, 0, prompt(1, 5), documents[0]) == ""
+    shared.store.slots = 2 * slots_used(probe) + 40
+    return shared, documents
+
+
+def test_a_document_goes_when_its_slots_are_needed_and_nobody_reads_it() -> None:
+    shared, documents = three_with_room_for_two()
     assert joined(shared, 0, prompt(1, 5), documents[0]) == ""
     assert joined(shared, 1, prompt(1, 5), documents[1]) == ""
     first, second = (shared.store.lying(document) for document in documents[:2])
@@ -137,6 +139,17 @@ def test_a_document_goes_when_its_slots_are_needed_and_nobody_reads_it() -> None
     assert joined(shared, 0, prompt(2, 5), documents[1]) == ""
     assert shared.store.lying(documents[0]) is first
     assert second not in shared.store.laid.values()
+
+
+def test_a_document_is_used_until_its_last_row_leaves() -> None:
+    shared, documents = three_with_room_for_two()
+    for row in (0, 1):
+        assert joined(shared, row, prompt(1, 5), documents[row]) == ""
+    shared.leave(1)
+    shared.leave(0)
+    # The first was read earlier, and for longer.
+    assert joined(shared, 0, prompt(1, 5), documents[2]) == ""
+    assert [shared.store.lying(each) is not None for each in documents] == [True, False, True]
 
 
 def test_what_lies_in_the_way_moves() -> None:

@@ -214,6 +214,21 @@ def test_memory_is_bounded_and_what_a_chat_has_left_behind_goes_first() -> None:
     assert len(chats) == chats.device_bytes == 0
 
 
+def test_a_chat_that_goes_on_stays_longer_than_one_that_waits() -> None:
+    def read(first: int) -> CompressedCache:
+        cache = CompressedCache(model(), "full")
+        kvsketch.prefill(model(), torch.tensor([IDS[first : first + 80]]), cache)
+        return cache
+
+    chats = Chats(lambda: CompressedCache(model(), "full"), 2 * read(0).device_bytes)
+    chats.keep_prefix(IDS[:80], (80,), read(0))
+    chats.keep_prefix(IDS[100:180], (80,), read(100))
+    assert chats.copied(IDS[:90], (80,)) is not None
+    chats.keep_prefix(IDS[200:280], (80,), read(200))
+    there = [chats.copied(IDS[first : first + 90], (80,)) is not None for first in (0, 100, 200)]
+    assert there == [True, False, True]
+
+
 def test_a_full_memory_changes_no_answer(start: Any) -> None:
     """There is room for two caches; two chats use it up, and two others after them."""
     engine = start(REHEARSE)

@@ -27,6 +27,7 @@ from torch import Tensor
 from kvsketch.cache.compaction import Span
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.streaming import read_chunks
+from kvsketch.lru import LRU
 from kvsketch.serve.caches import WatchedCache
 from kvsketch.serve.requests import Compaction
 from kvsketch.serve.schedule import Run
@@ -37,7 +38,7 @@ Chunks = Generator[tuple[int, Tensor], None, None]  # of a prompt that is read: 
 MIN_SHARED_TOKENS = 16  # tokens that a transcript shares with a cache, or it is another chat
 
 
-@dataclass
+@dataclass(eq=False)
 class Chat:
     """A cache, the tokens that it has read, and after how many of them it has made which spans small."""
 
@@ -82,11 +83,14 @@ class Chats:
 
     def __init__(self, make: Callable[[], CompressedCache], most_bytes: float = float("inf")) -> None:
         self.make, self.most_bytes = make, most_bytes
-        self._held: list[Chat | Prefix] = []  # that used least recently first
+        # Each is its own name.
+        self._held: LRU[Chat | Prefix, Chat | Prefix] = LRU(
+            size=lambda each: each.bytes, passed=lambda each: isinstance(each, Prefix) and each.passed
+        )
 
     @property
     def device_bytes(self) -> int:
-        return sum(each.bytes for each in list(self._held))
+        return self._held.size
 
     def __len__(self) -> int:
         return len(self._held)
@@ -105,8 +109,7 @@ class Chats:
             self.clear()  # there is more room for reading it anew
             return None
         prefix.uses += 1
-        self._held.remove(prefix)
-        self._held.append(prefix)
+        self._held.use(prefix)
         return made, prefix
 
     def keep_prefix(
@@ -133,14 +136,12 @@ class Chats:
         except torch.OutOfMemoryError:
             self.clear()  # requests need the room
             return
-        self._held.append(Prefix(ids, ends, made, size, uses=int(goes_on), longer=goes_on))
+        prefix = Prefix(ids, ends, made, size, uses=int(goes_on), longer=goes_on)
+        self._held[prefix] = prefix
 
     def _make_room(self, size: int) -> None:
         """Lets go of caches until there is room for one more of `size` bytes."""
-        while self._held and self.device_bytes + size > self.most_bytes:
-            passed = (each for each in self._held if isinstance(each, Prefix) and each.passed)
-            gone = next(passed, self._held[0])
-            self._held.remove(gone)
+        for gone in self._held.shrink(self.most_bytes - size):
             gone.cache.reset()
 
     def clear(self) -> None:
@@ -167,7 +168,7 @@ class Chats:
             if tokens < MIN_SHARED_TOKENS:
                 break
             if chat.serves(tokens, spans) and went_back(chat.cache, tokens):
-                self._held.remove(chat)
+                del self._held[chat]
                 return chat.cache, tokens
         return self.make(), 0
 
@@ -201,7 +202,8 @@ class Chats:
         if size > self.most_bytes:
             cache.reset()
         else:
-            self._held.append(Chat(tuple(ids[:tokens]), cache, shares, size, decided or {}))
+            chat = Chat(tuple(ids[:tokens]), cache, shares, size, decided or {})
+            self._held[chat] = chat
 
 
 def read_turns(

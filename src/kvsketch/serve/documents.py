@@ -27,7 +27,6 @@ import shutil
 import socket
 import threading
 import time
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,6 +44,7 @@ from kvsketch.cache.streaming import prefill
 from kvsketch.decode import captured
 from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch.defaults import CHUNK
+from kvsketch.lru import LRU
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import Rehearse, with_replay
 from kvsketch.models.files import is_plain_file, place, read_json, remove, write_json
@@ -158,7 +158,7 @@ class DocumentStore:
         self._differences: Callable[[dict[str, Any]], list[str]] = empty.identity.differences
         self._lock = threading.RLock()
         self._reading: dict[str, _Reading] = {}
-        self._loaded: OrderedDict[str, CompressedCache] = OrderedDict()
+        self._loaded: LRU[str, CompressedCache] = LRU(size=lambda cache: cache.device_bytes)
         self._queue: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self._closed = threading.Event()
         # Documents are their owner's business.
@@ -224,8 +224,7 @@ class DocumentStore:
         with self._lock:
             if number not in self._loaded:
                 self._hold(number, WatchedCache.load(self._path(number) / "cache.kvs", self.model))
-            self._loaded.move_to_end(number)
-            return self._loaded[number]
+            return self._loaded.use(number)
 
     def passages(self, number: str) -> list[list[int]]:
         """Which passages of the text the cache holds (`summary.passages`)."""
@@ -255,8 +254,7 @@ class DocumentStore:
     def _hold(self, number: str, cache: CompressedCache) -> None:
         """Keeps a cache at hand; those not asked for longest leave when there are too many bytes."""
         self._loaded[number] = cache
-        while len(self._loaded) > 1 and sum(each.device_bytes for each in self._loaded.values()) > self.most_bytes:
-            self._loaded.popitem(last=False)
+        self._loaded.shrink(self.most_bytes, but=[number])
 
     def written(self, method: str) -> str:
         """A method that a client names as this server writes it, with tokens for a share of bytes and the replay of the

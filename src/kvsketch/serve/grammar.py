@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import json
 import threading
-from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from typing import Any
@@ -14,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from kvsketch.lru import LRU
 from kvsketch.serve.tools import CLOSE, OPEN
 
 NEEDS = "needs the package llguidance on the server: pip install 'kvsketch[serve]'"
@@ -67,7 +67,7 @@ class Grammars:
         self.tokenizer, self.vocabulary, self.stop_ids = tokenizer, vocabulary, stop_ids
         self._lock = threading.Lock()
         self._turn = threading.Semaphore(AT_ONCE)
-        self._prototypes: OrderedDict[str, Future[Any]] = OrderedDict()  # the one that was used last is the last
+        self._prototypes: LRU[str, Future[Any]] = LRU()
 
     def json(self, schema: dict[str, Any]) -> str:
         """The grammar of JSON that follows a JSON Schema."""
@@ -108,9 +108,8 @@ class Grammars:
         with self._lock:
             known = self._prototypes.get(grammar)
             result = self._prototypes.setdefault(grammar, known or Future())
-            self._prototypes.move_to_end(grammar)
-            if len(self._prototypes) > PROTOTYPES:
-                self._prototypes.popitem(last=False)
+            self._prototypes.use(grammar)
+            self._prototypes.shrink(PROTOTYPES)
         if known is None:
             try:
                 with self._turn:

@@ -7,10 +7,10 @@ first. Each is held whole, so that none breaks when an earlier one goes; they sh
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
+from kvsketch.lru import LRU
 from kvsketch.serve.schema import AnswerRequest, ApiError, InputItem, Message, ResponseChat
 
 MOST_CHARACTERS = 64 * 2**20
@@ -20,8 +20,7 @@ MESSAGE_CHARACTERS = 200  # that a message counts beside its text
 class Responses:
     def __init__(self, most_characters: int = MOST_CHARACTERS) -> None:
         self.most_characters = most_characters
-        self._held: OrderedDict[str, tuple[Message, ...]] = OrderedDict()
-        self._characters = 0
+        self._held: LRU[str, tuple[Message, ...]] = LRU(size=_characters)
         self._lock = threading.Lock()
 
     def __len__(self) -> int:
@@ -37,8 +36,7 @@ class Responses:
                     "conversations are kept, until the server stops); send the whole conversation as input",
                     "previous_response_not_found", "previous_response_id",
                 )  # fmt: skip
-            self._held.move_to_end(number)
-            return self._held[number]
+            return self._held.use(number)
 
     def keep(self, number: str, asked: AnswerRequest, items: Sequence[dict[str, Any]]) -> None:
         """Keeps a conversation and the items that answer it, unless it asked not to."""
@@ -48,16 +46,14 @@ class Responses:
         said = (*asked.spoken, *(InputItem.model_validate(item) for item in items))
         with self._lock:
             self._held[number] = said
-            self._characters += _characters(said)
-            while self._characters > self.most_characters:
-                self._characters -= _characters(self._held.popitem(last=False)[1])
+            self._held.shrink(self.most_characters)
 
     def delete(self, number: str) -> None:
         """ApiError where there is none."""
         with self._lock:
             if number not in self._held:
                 raise ApiError(404, f"there is no response {number!r} here", "response_not_found")
-            self._characters -= _characters(self._held.pop(number))
+            del self._held[number]
 
 
 def _characters(messages: Sequence[Message]) -> int:

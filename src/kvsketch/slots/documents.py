@@ -6,14 +6,14 @@ same slots: it says where the heads of the group's document begin and how long t
 Tensors of fixed shape say which rows are in it. A step reads documents and rows and joins them
 (`SlotTable.document`), and a captured one goes on when documents come and go.
 
-A document stays while there is room. The one that was used least recently goes first, never one that a row reads.
+A document stays while there is room. The one that was used least recently goes first, never one that a row reads;
+those that nobody has any more go before others.
 
 Legend: L layers, B rows, H KV heads, G groups (as many as rows), n rows of a group at most.
 """
 
 from __future__ import annotations
 
-import itertools
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch.lru import LRU
 from kvsketch.slots.rows import Allocation, RaggedRows, RowNeeds
 from kvsketch.slots.store import Parts, Ragged, all_row_parts, head_places
 from kvsketch.slots.table import Groups, SlotTable
@@ -33,12 +34,12 @@ TOGETHER = 16  # queries of a KV head for which one program of `weighted_attenti
 class LaidDocument(Allocation):
     """A document that lies in the store."""
 
+    number: int  # of the document
     own: Parts  # [L, ...], what an entry has that names it
     # An exact table of its first tokens, with a batch row for each layer: what a method asks of a text that a row
     # continues (`DocumentRows.take`).
     text: SlotTable
-    owner: weakref.ref[Any]  # the document; once nobody has it, it goes first
-    used: int = 0  # a number that grows with time
+    owner: weakref.ref[Any]  # the document
 
 
 class DocumentRows(RaggedRows):
@@ -55,9 +56,8 @@ class DocumentRows(RaggedRows):
         query_heads: int,
     ) -> None:
         heads, device = singles[0].shape[1], singles[0].device
-        self.laid: dict[int, LaidDocument] = {}  # by the number of the document
-        self.read_by: dict[int, LaidDocument] = {}  # by row
-        self.time = itertools.count(1)
+        # By the number of the document; rows use them.
+        self.laid: LRU[int, LaidDocument] = LRU(size=lambda laid: laid.size, passed=lambda laid: laid.owner() is None)
         self.document_changes = 0
         self.grouped = (-1, 0)  # the changes and the rows for which groups were made
         self.members = torch.zeros(rows, max(1, TOGETHER * heads // query_heads), dtype=torch.int64, device=device)
@@ -96,7 +96,7 @@ class DocumentRows(RaggedRows):
         self.groups.own["capacity"].zero_()
         end = 0
         for laid in self.laid.values():
-            readers = [row for row in sorted(self.read_by) if row < rows and self.read_by[row] is laid]
+            readers = sorted(row for row in self.laid.users(laid.number) if row < rows)
             places = end * most + torch.arange(len(readers))
             members.view(-1)[places], at[readers] = torch.tensor(readers, dtype=torch.int64), places
             begin, end = end, end + -(-len(readers) // most)
@@ -118,24 +118,27 @@ class DocumentRows(RaggedRows):
 
     def lay(self, document: Any, tables: Sequence[SlotTable], text: SlotTable) -> LaidDocument:
         """Copies the slots of a document into the store."""
-        size = sum(table.layout.total for table in tables if table.layout is not None)
-        self.laid.pop(id(document), None)
+        size, number = sum(table.layout.total for table in tables if table.layout is not None), id(document)
+        self.laid.pop(number, None)
         start = self._allocated(size)
         own = all_row_parts(tables) | head_places(tables, start)
         self.store.put_slots(tables, own["start"])
-        laid = LaidDocument(start, size, own, text, weakref.ref(document), next(self.time))
-        self.laid[id(document)] = laid
+        laid = self.laid[number] = LaidDocument(start, size, number, own, text, weakref.ref(document))
         return laid
+
+    @property
+    def read_by(self) -> dict[int, LaidDocument]:
+        """By row, the document that it continues."""
+        return {row: laid for laid in self.laid.values() for row in self.laid.users(laid.number)}
 
     def read(self, row: int, laid: LaidDocument) -> None:
         """A row continues a document."""
-        self.read_by[row] = laid
+        self.laid.use(laid.number, row)
         self.document_changes += 1
-        laid.used = next(self.time)
 
     def is_read(self, laid: LaidDocument) -> bool:
         """Whether a row continues it."""
-        return any(each is laid for each in self.read_by.values())
+        return bool(self.laid.users(laid.number))
 
     # rows
 
@@ -151,33 +154,27 @@ class DocumentRows(RaggedRows):
 
     def retire(self, row: int) -> None:
         super().retire(row)
-        if (laid := self.read_by.pop(row, None)) is not None:
-            laid.used = next(self.time)
+        if (laid := self.read_by.get(row)) is not None:
+            self.laid.use(laid.number)
+            self.laid.release(row)
             self.document_changes += 1
 
     def release(self) -> None:
         super().release()
-        self.laid, self.read_by = {}, {}
+        self.laid.clear()
         del self.groups
 
     # stretches of the store
 
     def _free(self) -> int:
-        return super()._free() - sum(laid.size for laid in self.laid.values() if self.is_read(laid))
+        return super()._free() - self.laid.size_in_use
 
     def _held(self) -> Sequence[Allocation]:
         return [*super()._held(), *self.laid.values()]
 
     def _allocated(self, size: int) -> int:
-        while self.slots - sum(allocation.size for allocation in self._held()) < size:
-            self._drop_one()
+        self.laid.shrink(super()._free() - size)
         return super()._allocated(size)
-
-    def _drop_one(self) -> None:
-        """Drops a document that no row reads: one that nobody has any more, else the one that was used first."""
-        unread = {number: laid for number, laid in self.laid.items() if not self.is_read(laid)}
-        assert unread, "rows and their documents hold more slots than their store"
-        del self.laid[min(unread, key=lambda number: (unread[number].owner() is not None, unread[number].used))]
 
     def _moved(self, allocation: Allocation, by: int) -> None:
         if not isinstance(allocation, LaidDocument):

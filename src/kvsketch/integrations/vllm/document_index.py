@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from kvsketch.integrations.vllm.files import Filed
+from kvsketch.lru import LRU
 from kvsketch.plural import counted
 
 STORE, NAME = "kvsketch_store", "kvsketch_document"
@@ -28,10 +29,8 @@ class Document:
     place: int  # from 1 on
     tokens: int
     digest: str | None  # of its tokens; None: it can only be named
-    users: set[str] = field(default_factory=set)
-    used: int = 0  # when, by the library's own count
-    since: int = 0  # when it came to its place
-    read: bool = True  # whether all of it was read
+    since: int  # how many had a place until it came to its own
+    read: bool  # whether all of it was read
 
 
 @dataclass(frozen=True)
@@ -63,16 +62,16 @@ class DocumentIndex:
 
     count: int
     files: dict[str, Filed] = field(default_factory=dict)
-    documents: dict[str, Document] = field(default_factory=dict)
+    documents: LRU[str, Document] = field(default_factory=LRU)  # requests use them
     loads: dict[int, Path] = field(default_factory=dict)  # places, and the files that are to be read into them
-    clock: int = 0
+    placed: int = 0  # documents that have had a place
 
     def use(self, request: str, prompt: Sequence[int], name: str | None) -> Use:
         """How a request continues the document that it names, or the longest that its prompt begins with.
 
         KeyError or ValueError, in one line, for a name that is not there, or has no place to be read to.
         """
-        known: dict[str, Document | Filed] = {**self.files, **self.documents}
+        known: dict[str, Document | Filed] = {**self.files, **self._in_order()}
         if name is not None and name not in known:
             raise KeyError(f"no document {name!r} is stored; documents: {', '.join(known) or 'none'}")
         whole = name is None or self._begins(prompt, known[name])
@@ -82,8 +81,7 @@ class DocumentIndex:
                 return Use()
             name = max(fitting, key=lambda each: known[each].tokens)
         document = self.documents.get(name) or self._loaded(name)
-        self._touch(document)
-        document.users.add(request)
+        self.documents.use(name, request)
         return Use(document.place, document.tokens if whole else 0, 0 if whole else document.tokens)
 
     @staticmethod
@@ -94,8 +92,8 @@ class DocumentIndex:
     def _loaded(self, name: str) -> Document:
         """A document that is read from its file before the next forward."""
         filed = self.files[name]
-        document = Document(name, self._place(), filed.tokens, filed.digest, since=self.clock)
-        self.documents[name], self.loads[document.place] = document, filed.path
+        document = self._placed(name, filed.tokens, filed.digest, read=True)
+        self.loads[document.place] = filed.path
         return document
 
     def store(self, request: str, name: str, prompt: Sequence[int]) -> Document:
@@ -107,28 +105,24 @@ class DocumentIndex:
             raise ValueError(
                 f"a document of {len(prompt)} tokens is too short; {MIN_DOCUMENT_TOKENS} or more can be stored"
             )
-        old = self.documents.get(name)
-        if old is not None and old.users:
-            users = counted(len(old.users), "request")
-            raise ValueError(f"document {name!r} is in use by {users}; store it under another name")
+        if users := self.documents.users(name):
+            in_use = counted(len(users), "request")
+            raise ValueError(f"document {name!r} is in use by {in_use}; store it under another name")
         self.documents.pop(name, None)
-        document = Document(name, self._place(), len(prompt), digest(prompt), {request}, since=self.clock, read=False)
+        document = self._placed(name, len(prompt), digest(prompt), read=False)
         self.loads.pop(document.place, None)
-        self._touch(document)
-        self.documents[name] = document
+        self.documents.use(name, request)
         return document
 
-    def _place(self) -> int:
-        """A place that is free, or that of the document that was used longest ago and that nobody uses."""
+    def _placed(self, name: str, tokens: int, digest: str | None, read: bool) -> Document:
+        """A document in a place that is free, or that of the one that was used longest ago and that nobody uses."""
+        self.documents.shrink(self.count - 1)
         free = {*range(1, self.count + 1)} - {document.place for document in self.documents.values()}
-        if free:
-            return min(free)
-        idle = [document for document in self.documents.values() if not document.users]
-        if not idle:
+        if not free:
             raise ValueError(f"all {self.count} documents are in use; give the connector a larger count")
-        oldest = min(idle, key=lambda document: document.used)
-        del self.documents[oldest.name]
-        return oldest.place
+        self.placed += 1
+        document = self.documents[name] = Document(name, min(free), tokens, digest, self.placed, read)
+        return document
 
     def version(self, place: int) -> int | None:
         """Tells a document from others that had its place; None: there is none."""
@@ -136,8 +130,7 @@ class DocumentIndex:
 
     def release(self, request: str) -> None:
         """The request has ended."""
-        for document in self.documents.values():
-            document.users.discard(request)
+        self.documents.release(request)
 
     def is_reading(self, prompt: Sequence[int], name: str | None) -> bool:
         """Whether a request continues a document that is being read: it waits until that is there."""
@@ -156,14 +149,14 @@ class DocumentIndex:
 
     def clear(self, running: set[str]) -> list[str]:
         """Forgets the documents that none of these requests reads; returns the names of those without a file."""
-        gone = [name for name, document in self.documents.items() if not document.users & running]
+        gone = [name for name in self._in_order() if not self.documents.users(name) & running]
         for name in gone:
             self.loads.pop(self.documents.pop(name).place, None)
         return [name for name in gone if name not in self.files]
 
-    def _touch(self, document: Document) -> None:
-        self.clock += 1
-        document.used = self.clock
+    def _in_order(self) -> dict[str, Document]:
+        """Documents as they came to their places."""
+        return dict(sorted(self.documents.items(), key=lambda each: each[1].since))
 
 
 def digest(tokens: Sequence[int]) -> str:
