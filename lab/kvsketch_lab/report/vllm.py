@@ -61,21 +61,32 @@ def short(records: list[Record], sizes: Any, answers: dict[str, str]) -> str:
 
 
 def conversations(records: list[Record]) -> str:
-    """Chats that go on: the last time of each contender and number of chats."""
-    every = [r["data"] for r in records if r["kind"] == "vllm" and r["data"].get("chats")]
-    rows = last(every, "contender", "shape", "prompt", "chats", "turns", "chunk")
-    rows = [row for row in rows if not row.get(FAILED)]
+    """Chats that go on: the last time of each contender and number of chats, and the time of vLLM's fp8 cache over it."""
+    rows = chats(records)
     if not rows:
         return f"{NOTHING.capitalize()} yet."
+    fp8 = {row["chats"]: row["chats_s"] for row in rows if row["contender"] == "fp8"}
     lines = [
         [
             SHARED.get(row["contender"], Code(row["contender"])), f"{row['chats']}", f"{row['chats_s']:.1f}",
+            _number(fp8[row["chats"]] / row["chats_s"] if row["chats"] in fp8 else None, ".2f"),
             f"{row['first_turns_s']:.1f}", f"{row['later_s']:.3f}", f"{row['latest_s']:.3f}", f"{row['start_s']:.0f}",
         ]
         for row in sorted(rows, key=lambda row: row["chats"])
     ]  # fmt: skip
-    headings = ["", "chats", "whole run, s", "first turns, s", "first token of a later turn, s", "longest, s"]
+    headings = ["", "chats", "whole run, s", "times fp8", "first turns, s", "first token of a later turn, s", "longest, s"]
     return markdown([*headings, "engine start, s"], lines)
+
+
+def chats(records: list[Record]) -> list[dict[str, Any]]:
+    """What was measured last of each contender and number of chats, however many turns they had."""
+    every = [r["data"] for r in records if r["kind"] == "vllm" and r["data"].get("chats")]
+    return [row for row in last(every, "contender", "shape", "prompt", "chats", "chunk") if not row.get(FAILED)]
+
+
+def shapes_of_chats(records: list[Record]) -> list[tuple[int, int, int, int]]:
+    """Later turns, tokens of a first and of a later turn, and of an answer; one for each kind of chats."""
+    return sorted({(row["turns"], row["prompt"], row["new"], row["answer"]) for row in chats(records)})
 
 
 def table(records: list[Record]) -> str:
