@@ -20,6 +20,7 @@ def test_every_part_of_the_page_has_a_text(tmp_path: Path) -> None:
         "leval": {"task": "tpo"}, "locomo": {"task": "temporal"}, "gsm8k": {"problems": 1}, "ruler": {"length": 4000},
         "instructions": {"instructions": 5, "tokens": 99}, "lines": {"lines": 200, "turns": 5, "turn": 0},
         "likelihood": {"task": "qmsum", "nll": 1.0, "kl": 0.0, "kl_largest": [0.0], "tokens_scored": 1},
+        "longbench2": {"choice_nll": 1.0}, "realtalk": {"task": "temporal"},
     }  # fmt: skip
     for kind, facts in parts.items():
         own = [made(kind, method, budget, 0, 0, **{"task": "x", "score": 1.0, **facts})
@@ -27,7 +28,7 @@ def test_every_part_of_the_page_has_a_text(tmp_path: Path) -> None:
         write(tmp_path / "results" / "evidence" / f"{kind}.jsonl", own)
     page = docs.Numbers(tmp_path).words("evidence")
     titles = {evidence.columns(record)[0] for record in docs.Numbers(tmp_path).records("evidence")}
-    assert len(titles) == 7 and all(f"### {title}\n" in page for title in titles)
+    assert len(titles) == 9 and all(f"### {title}\n" in page for title in titles)
 
 
 def made(kind: str, method: str, budget: str, text: int, number: int, **more: Any) -> Any:
@@ -48,6 +49,19 @@ def answers() -> Iterator[Any]:
                 yield made("leval", method, budget, text, number, task="tpo", score=right, expected="ABCD"[number])
                 even = float((number + text) % 2)
                 yield made("leval", method, budget, text, number + 4, task="sci_fi", score=even, expected=number % 2)
+
+
+def test_how_likely_the_right_choice_is_is_compared_question_by_question() -> None:
+    """Of the same questions: the full cache was asked eight, rehearse the first six, where it is .1 nats less sure."""
+    own = [
+        made("longbench2", method, budget, text, 0, task="law", score=0.0, expected="A", choice_nll=nll + text)
+        for method, budget, nll, texts in (("full", "", 1.0, 8), ("rehearse", "1/8", 1.1, 6))
+        for text in range(texts)
+    ]
+    table = evidence.tables(evidence.shown(own), docs.BIG, evidence.CHOICES).splitlines()
+    full, rehearse = (line.split(" | ")[3:] for line in table[-2:])
+    assert [each.strip(" |") for each in full] == ["4.50", ""]
+    assert [each.strip(" |") for each in rehearse] == ["3.60", "+0.100 [+0.100, +0.100]"]
 
 
 def test_what_counts_is_shown() -> None:

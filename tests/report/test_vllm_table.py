@@ -13,6 +13,30 @@ def record(contender: str, batch: int, step_ms: float, **more: Any) -> dict[str,
     return {"kind": "vllm", "data": data | {"tokens_per_s": 1e3 * batch / step_ms} | more}
 
 
+def test_chats_stand_beside_those_of_the_fp8_cache() -> None:
+    """The last time of each number of chats, however many turns it had."""
+
+    def timed(contender: str, chats: int, seconds: float, turns: int = 2) -> dict[str, Any]:
+        data = {
+            "contender": contender, "shape": "llama-3.1-8b", "prompt": 100, "chats": chats, "turns": turns, "new": 8,
+            "answer": 5, "chats_s": seconds, "first_turns_s": 1.0, "later_s": 0.1, "latest_s": 0.2, "start_s": 9.0,
+        }  # fmt: skip
+        return {"kind": "vllm", "data": data}
+
+    records = [timed("rehearse", 16, 99.0, turns=3), timed("rehearse", 16, 6.0), timed("fp8", 16, 5.0),
+               timed("rehearse", 128, 50.0), timed("fp8", 128, 100.0), timed("rehearse", 7, 2.0)]  # fmt: skip
+    assert vllm.measured(records) == []
+    lines = [[cell.strip() for cell in line.split("|")[1:6]] for line in vllm.conversations(records).splitlines()[2:]]
+    assert lines == [
+        ["`rehearse`", "7", "2.0", "not measured", "1.0"],
+        ["`rehearse`", "16", "6.0", "0.83", "1.0"],
+        ["vLLM, prefix caching, fp8", "16", "5.0", "1.00", "1.0"],
+        ["`rehearse`", "128", "50.0", "2.00", "1.0"],
+        ["vLLM, prefix caching, fp8", "128", "100.0", "1.00", "1.0"],
+    ]
+    assert vllm.shapes_of_chats(records) == [(2, 100, 8, 5)]
+
+
 def test_each_contender_has_its_steps_and_its_best() -> None:
     records = [
         record("bf16", 1, 6.0, prefill_s=1.2, rows_that_fit=27.4),

@@ -61,7 +61,7 @@ def short(records: list[Record], sizes: Any, answers: dict[str, str]) -> str:
 
 
 def conversations(records: list[Record]) -> str:
-    """Chats that go on: the last time of each contender and number of chats, and the time of vLLM's fp8 cache over it."""
+    """Chats that go on, and the time that vLLM's fp8 cache takes over that of each."""
     rows = chats(records)
     if not rows:
         return f"{NOTHING.capitalize()} yet."
@@ -74,7 +74,15 @@ def conversations(records: list[Record]) -> str:
         ]
         for row in sorted(rows, key=lambda row: row["chats"])
     ]  # fmt: skip
-    headings = ["", "chats", "whole run, s", "times fp8", "first turns, s", "first token of a later turn, s", "longest, s"]
+    headings = [
+        "",
+        "chats",
+        "whole run, s",
+        "times fp8",
+        "first turns, s",
+        "first token of a later turn, s",
+        "longest, s",
+    ]
     return markdown([*headings, "engine start, s"], lines)
 
 
