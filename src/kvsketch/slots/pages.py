@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.keep_queries import row_bytes
+from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.packing import pack, unpack
@@ -239,7 +239,7 @@ class RequestShape(Planes):
         each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in self.like.parts.named().items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
         del each["next_slot"]
-        each["queries"] = (self.layers, self.kept_heads, self.room, row_bytes(size)), torch.uint8
+        each["queries"] = (self.layers, self.kept_heads, self.room, query_bytes(size)), torch.uint8
         each["start"] = each["kept"] = (self.layers, heads), torch.int64
         each["settled"] = (1,), torch.int64  # tokens of the request when it was last decided what stays
         if self.shares:

@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-UNIT = 64  # pieces begin at multiples of it: kernels read ragged heads in tiles that divide it
-EXACT_SLOTS = UNIT  # codes that are read in the time that the exact slots of a head take; whole units
+from kvsketch.layer_bytes import EXACT_SLOTS, UNIT
+
 MOST_PIECES = 1024  # of one head
 START_UNITS = 2  # that are read in the time that a program takes to start
 COMBINED_PIECES = 400  # of one head, whose sums are combined in the time that a unit takes
