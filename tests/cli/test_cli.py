@@ -70,6 +70,8 @@ def test_commands_that_only_tell_import_neither_torch_nor_transformers(command: 
 
 QUICK = {
     "recommend": ["recommend", "--model", "qwen2.5-coder-1.5b", "--context", "32000", "--memory", "200MB"],
+    "GPU": ["recommend", "--model", "gemma3-270m", "--context", "32000", "--gpu", "h100", "--document", "9000"],
+    "folder": ["recommend", "--model", "{folder}", "--context", "32000", "--gpu", "80GB"],
     "busy port": ["serve", "--port", "{port}"],
     "no such GPU": ["recommend", "--model", "smollm2-135m", "--context", "100", "--gpu", "h999"],
     "no such model": ["recommend", "--model", "nothing", "--context", "100", "--gpu", "h100"],
@@ -87,10 +89,11 @@ def test_a_server_names_its_method_as_it_was_given() -> None:
 
 
 @pytest.mark.parametrize("command", QUICK)
-def test_quick_commands_answer_without_torch(command: str) -> None:
+def test_quick_commands_answer_without_torch(command: str, tmp_path: Path) -> None:
     """Importing torch and transformers takes seconds."""
+    save_tiny_model(tmp_path)
     with socket.create_server(("127.0.0.1", 0)) as busy:
-        words = [word.format(port=busy.getsockname()[1]) for word in QUICK[command]]
+        words = [word.format(port=busy.getsockname()[1], folder=tmp_path) for word in QUICK[command]]
         code = (
             f"import sys; sys.argv[1:] = {words}; from kvsketch.cli import app\n"
             "try: app()\n"
@@ -99,6 +102,7 @@ def test_quick_commands_answer_without_torch(command: str) -> None:
         done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.stdout.splitlines()[-1] == "[]", done.stderr
     assert ("cannot listen on 127.0.0.1" in done.stderr) == (command == "busy port")
+    assert ("users that fit" in done.stdout) == (command in ("GPU", "folder"))
 
 
 def test_the_table_of_methods_is_what_their_classes_say() -> None:
