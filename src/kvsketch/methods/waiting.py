@@ -138,7 +138,7 @@ class Queue:
     # tokens that the model repeats (`cache.repetition`)
 
     @property
-    def unrepeated(self) -> int:
+    def unreplayed(self) -> int:
         """Newest tokens that the model has yet to repeat."""
         return self.state.owed
 
@@ -301,9 +301,9 @@ class WaitingMethod(BudgetedMethod):
     # one layer after a forward
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
-        if unrepeated := self.queue(table).unrepeated:
+        if unreplayed := self.queue(table).unreplayed:
             raise ValueError(
-                f"{self.name} has {unrepeated} tokens that the model has not replayed yet; read prompts with "
+                f"{self.name} has {unreplayed} tokens that the model has not replayed yet; read prompts with "
                 "kvsketch.prefill(model, input_ids, cache), or call cache.replay(model, input_ids) after the "
                 "forward, or use rehearse:replay=virtual"
             )

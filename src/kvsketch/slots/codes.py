@@ -1,6 +1,6 @@
 """Keys or values of slots: in the dtype of the model, or quantised. A table moves and writes both by the same verbs.
 
-In few bits (`ops.codec` says what codes are) the center of a head is the mean of its first prompt, without the first
+`ops.codec` says what codes are. The center of a quantised head is the mean of its first prompt, without the first
 tokens of the text: those have keys unlike all others, carry most attention, and stay exact. Codes never change when
 slots move, so nothing is rounded twice. Several new tokens stay as they came until the method has chosen among them: it
 scores exact keys, codes are what stays.
@@ -164,7 +164,7 @@ class PlainSlots:
 
 @dataclass
 class SlotCodes(CodedSlots):
-    """The same in few bits; behind those that carry both, new ones that are not coded yet."""
+    """The same, quantised; behind those that carry both, new ones that are not coded yet."""
 
     dtype: torch.dtype = torch.float32  # of what they stand for
     fresh: Tensor | None = None  # [B, H, n, D]

@@ -2,7 +2,7 @@
 
 A serving engine hands out memory in pages of one size and knows nothing of what they hold. A page is an entry of a
 store (`store`): the bounded table of a request in one layer, with equal heads (`Pages`), or in all layers, with heads
-that differ (`RequestPages`). Its planes are the parts of such a table, in 16 or few bits, and some numbers.
+that differ (`RequestPages`). Its planes are the parts of such a table, in 16 bits or quantised, and some numbers.
 
 How many tokens a request has seen is told at each step, so whoever gives a page to another request need not clean it.
 A page never says more than its request has written there: before the first token it counts as empty.
