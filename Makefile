@@ -21,6 +21,8 @@ ARGS ?=
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.kvsketch-installed
 CPU_TORCH := 2.13.0
+# Else each of the many processes of the tests compiles the same files again.
+unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: demo test test-thorough test-variations test-one-variation check lint docs wheel-check test-vllm test-ray release clean
 .DEFAULT_GOAL := demo

@@ -61,7 +61,8 @@ def user_gb(contender: str, tokens: int) -> float:
 def _plans(model: str, demand: sizing.Demand, gpu: str, methods: Sequence[str] = SMALL) -> Sequence[sizing.Plan]:
     from transformers import LlamaConfig
 
-    return sizing.plans(LlamaConfig(**SHAPES[model]), methods, demand, sizing.GPUS[gpu], advice.speeds())
+    sized = sizing.SizedModel.of(LlamaConfig(**SHAPES[model]))
+    return sizing.plans(sized, methods, demand, sizing.GPUS[gpu], advice.speeds())
 
 
 def _fit(plan: sizing.Plan) -> str:

@@ -52,7 +52,7 @@ ARGUMENTS: Mapping[str, Sequence[Any]] = {
     "kvsketch_squared": (*(_N,) * 3, _P, _N, _P, _P),
     "kvsketch_solved_values": (*(_N,) * 4, _P, _P, _N, *(_P,) * 4, _N, *(_P,) * 3),
     "kvsketch_solved_room": (_N,) * 3,
-    "kvsketch_take_rows": (*(_N,) * 5, *(_P,) * 4, _N, _N, _P),
+    "kvsketch_gather_rows": (*(_N,) * 5, *(_P,) * 4, _N, _N, _P),
     "kvsketch_encode": (*(_P,) * 4, _N, _N, _P, _N, _P, _N, _P),
     "kvsketch_write_token": (_P, _P, *(_N,) * 5, *(_P,) * 7),
 }

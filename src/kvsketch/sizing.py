@@ -3,7 +3,8 @@
     users that fit = (memory * (1 - RESERVE) - weights - shared document) / bytes of one user's cache
     tokens/s       = users * speed / (weights + every user's cache and the document)
 
-Bytes are what the methods promise for the shapes of the model (`cache.memory.Sizes`). A step of many users reads the
+Bytes are what the methods promise for the shapes of the model (`cache.memory.Sizes`; `layer_bytes` for the methods of
+ACCOUNTS). A step of many users reads the
 weights once, and each user reads the document as well as what is its own. The speed is what our own steps read in a
 second on an H200 (`advice.speeds`, from records), times the GPU's bandwidth over the H200's; a method without a record
 has none.
@@ -11,12 +12,14 @@ has none.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from kvsketch.byte_sizes import parsed
+from kvsketch.layer_bytes import Account, ModelBytes
+from kvsketch.models import config_file
 from kvsketch.models.catalog import CATALOG, ModelCard
 from kvsketch.models.loading import HUB_NAME
 
@@ -25,7 +28,14 @@ if TYPE_CHECKING:
     from kvsketch.methods import Method
 
 RESERVE = 0.1  # of the memory, for activations and workspace: what vLLM leaves free too
-METHODS = "full,full:bits=4,rehearse:budget=50%,rehearse:budget=40%,rehearse:budget=20%:replay=exact"
+# What is sized unless other methods are asked for, and what these promise, so that nobody waits for torch.
+ACCOUNTS = {
+    "full": Account(),
+    "full:bits=4": Account((4, 4)),
+    "rehearse": Account((4, 4), 50, 512, 4),
+    "rehearse:budget=40%": Account((4, 4), 40, 512, 4),
+    "rehearse:budget=20%:replay=exact": Account((4, 4), 20, 512, 4),
+}
 
 
 @dataclass(frozen=True)
@@ -86,34 +96,61 @@ class Plan:
     tokens_per_s: float | None  # of all users together; None: they do not fit, or nothing is known of the speed
 
 
-def shape_of(model: str) -> tuple[Any, int]:
-    """The config of a model and the bytes of its weights.
+@dataclass(frozen=True)
+class SizedModel:
+    """A model as far as its sizes depend on it."""
 
-    model: a config.json, a folder with one, a short name of `kvsketch models`, or a hub name, of which nothing but
-    config.json is fetched.
+    weights: int  # bytes
+    config: Callable[[], Any]  # that of transformers, whose import takes seconds
+    shape: ModelBytes | None = None  # after any number of tokens, where it is known without transformers
+
+    @classmethod
+    def of(cls, config: Any) -> SizedModel:
+        return cls(weight_bytes(config), lambda: config)
+
+
+def model_of(name: str) -> SizedModel:
+    """A model by a config.json, a folder with one, a short name of `kvsketch models`, or a hub name, of which nothing
+    but config.json is fetched.
     """
-    path = Path(model).expanduser()
-    known = next((card for card in CATALOG.values() if model.lower() in (card.name, card.hub_repo.lower())), None)
-    if not path.exists() and known is None and not HUB_NAME.fullmatch(model):
-        names = ", ".join(CATALOG)
-        raise ValueError(f"--model {model} is no config.json, no folder with one, no hub name and none of {names}")
-    # A wrong name is answered before this import, which takes seconds.
-    from transformers import AutoConfig
-
+    path = Path(name).expanduser()
+    known = next((card for card in CATALOG.values() if name.lower() in (card.name, card.hub_repo.lower())), None)
     if path.exists():
-        config = AutoConfig.from_pretrained(str(path))
-        return config, weight_bytes(config)
+        return _of_file(path / "config.json" if path.is_dir() else path)
     if known is not None:
-        return _config_of_card(known), 2 * known.parameters
+        return SizedModel(2 * known.parameters, lambda: _config_of_card(known), _shape_of_card(known))
+    if not HUB_NAME.fullmatch(name):
+        names = ", ".join(CATALOG)
+        raise ValueError(f"--model {name} is no config.json, no folder with one, no hub name and none of {names}")
+    import huggingface_hub
+
     try:
-        config = AutoConfig.from_pretrained(model, trust_remote_code=False)
+        fetched = huggingface_hub.hf_hub_download(name, "config.json")
     except Exception as error:
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"the config.json of --model {model} could not be fetched from the hub ({reason}); check the name and the "
+            f"the config.json of --model {name} could not be fetched from the hub ({reason}); check the name and the "
             f"network, give a config.json, or use one of {', '.join(CATALOG)}"
         ) from error
-    return config, weight_bytes(config)
+    return _of_file(Path(fetched))
+
+
+def _of_file(path: Path) -> SizedModel:
+    if not path.is_file():
+        raise ValueError(f"--model {path.parent} has no config.json; name a folder that has one")
+
+    def config() -> Any:
+        from transformers import AutoConfig
+
+        return AutoConfig.from_pretrained(str(path), trust_remote_code=False)
+
+    known = config_file.read(path)
+    return SizedModel.of(config()) if known is None else SizedModel(known.weights, config, known.shape)
+
+
+def _shape_of_card(card: ModelCard) -> ModelBytes:
+    windows = (card.window,) * (card.layers - card.growing_layers) if card.window else ()
+    return ModelBytes(1, 1, card.kv_heads, card.query_heads, card.head_dim, 2, card.growing_layers, windows)
 
 
 def _config_of_card(card: ModelCard) -> Any:
@@ -139,33 +176,40 @@ def weight_bytes(config: Any) -> int:
 
 
 def plans(
-    config: Any,
-    methods: Sequence[str],
-    demand: Demand,
-    gpu: Gpu,
-    speeds: dict[str, float],
-    weights: int | None = None,
+    model: SizedModel, methods: Sequence[str], demand: Demand, gpu: Gpu, speeds: Mapping[str, float]
 ) -> list[Plan]:
-    """What each method takes and gives. `weights`: their bytes, counted from the config unless given."""
-    from kvsketch.cache.memory import sizes_of
-    from kvsketch.methods import parse_method
-
-    weights = weight_bytes(config) if weights is None else weights
-    own = sizes_of(config, demand.context - demand.document)
-    shared = sizes_of(config, demand.document) if demand.document else None
+    """What each method takes and gives."""
     result = []
-    for method in (own.in_tokens(parse_method(text)) for text in methods):
-        document = 0 if shared is None else _bytes(shared, method, 0)
-        user = _bytes(own, method, None)
-        free = gpu.memory * (1 - RESERVE) - weights - document
+    for method, document, user in _bytes_of(model, methods, demand):
+        free = gpu.memory * (1 - RESERVE) - model.weights - document
         fit = max(0, int(free // user))
         known, rate = speeds.get(_name(method)), None
         if known is not None and gpu.bandwidth is not None and fit >= demand.users:
-            read = weights + demand.users * (user + document)
+            read = model.weights + demand.users * (user + document)
             rate = demand.users * known * gpu.bandwidth / H200 / read
-        total = weights + document + demand.users * user
-        result.append(Plan(str(method), weights, user, document, total, fit, rate))
+        total = model.weights + document + demand.users * user
+        result.append(Plan(method, model.weights, user, document, total, fit, rate))
     return result
+
+
+def _bytes_of(model: SizedModel, methods: Sequence[str], demand: Demand) -> Iterator[tuple[str, int, int]]:
+    """Each method with its bytes of the document, and of one user."""
+    alone = demand.context - demand.document
+    if model.shape is not None and all(text in ACCOUNTS for text in methods):
+        for text in methods:
+            account, shape = ACCOUNTS[text], model.shape
+            document = account.bytes(replace(shape, context=demand.document), 0) if demand.document else 0
+            yield text, document, account.bytes(replace(shape, context=alone))
+        return
+    from kvsketch.cache.memory import sizes_of
+    from kvsketch.methods import parse_method
+
+    config = model.config()
+    own = sizes_of(config, alone)
+    shared = sizes_of(config, demand.document) if demand.document else None
+    for method in (own.in_tokens(parse_method(text)) for text in methods):
+        document = 0 if shared is None else _bytes(shared, method, 0)
+        yield str(method), document, _bytes(own, method, None)
 
 
 def _bytes(sizes: Sizes, method: Method, more: int | None) -> int:
@@ -175,6 +219,6 @@ def _bytes(sizes: Sizes, method: Method, more: int | None) -> int:
     return held
 
 
-def _name(method: Method) -> str:
+def _name(method: str) -> str:
     """The text form that records of speed have: without the budget and how the text is replayed."""
-    return ":".join(part for part in str(method).split(":") if not part.startswith(("budget=", "replay=")))
+    return ":".join(part for part in method.split(":") if not part.startswith(("budget=", "replay=")))

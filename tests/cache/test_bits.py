@@ -1,4 +1,4 @@
-"""Caches that hold keys and values in few bits, under every method."""
+"""Caches of quantised keys and values, under every method."""
 
 from __future__ import annotations
 

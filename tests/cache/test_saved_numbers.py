@@ -102,7 +102,7 @@ def forged_tables() -> dict[str, tuple[str, Callable[[SlotTable], None]]]:
         "queries in another dtype": ("rehearse", lambda t: setattr(t.state, "queries", t.state.queries.float())),
         "wider values": ("full", lambda t: t.parts.update(values=t.values.moved(doubled))),
         "wider keys": ("h2o:budget=16:recent=4", lambda t: t.parts.update(keys=t.keys.moved(doubled))),
-        "wider values in few bits": (
+        "wider quantised values": (
             "h2o:budget=16:recent=4:bits=8", lambda t: t.parts.update(values=coded(doubled(t.value_slots()), 8, None))),
         "whole numbers as keys": ("full", lambda t: t.parts.update(keys=t.keys.moved(torch.Tensor.long))),
     }  # fmt: skip

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import subprocess
+import faulthandler
 import sys
 from pathlib import Path
 from typing import Any
@@ -74,9 +74,13 @@ def test_a_large_pdf_is_read_by_every_command(folder: str, tmp_path: Path) -> No
     (tmp_path / "harbour.pdf").write_bytes(pdf(picture=400_000))
     file, saved = str(tmp_path / "harbour.pdf"), str(tmp_path / "harbour.kvs")
     read = ("read", file, "--out", saved, "--model", folder, "--method", METHOD)
-    # In a process of its own, which can be ended when it hangs.
-    done = subprocess.run([sys.executable, "-m", "kvsketch", *read], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0 and f"saved {saved}" in done.stderr, done.stderr
+    # A reading that hangs ends the process.
+    faulthandler.dump_traceback_later(300, exit=True, file=sys.__stderr__)
+    try:
+        done = run(*read)
+    finally:
+        faulthandler.cancel_dump_traceback_later()
+    assert done.exit_code == 0 and f"saved {saved}" in done.stderr, done.output
     talk = run("chat", file, "--model", folder, "--method", METHOD, "--max-new-tokens", "3", text="How deep?\n")
     assert talk.exit_code == 0 and f"tokens read with {METHOD}" in talk.stderr, talk.output
     said = run("generate", "How deep?", "--file", file, "--model", folder, "--max-new-tokens", "3")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -13,16 +14,20 @@ from typer.testing import CliRunner
 from kvsketch import CompressedCache, advice, sizing
 from kvsketch.cache.memory import sizes_of
 from kvsketch.cli import app
+from kvsketch.methods import parse_method
 from kvsketch.models import CATALOG
 
 METHODS = ["full", "full:bits=4", "rehearse:budget=50%", "snapkv:budget=64"]
 
 
-def eight_billion() -> LlamaConfig:
-    return LlamaConfig(
-        vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
-        num_key_value_heads=8, head_dim=128, dtype="bfloat16",
-    )  # fmt: skip
+EIGHT_BILLION = LlamaConfig(
+    vocab_size=128256, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+    num_key_value_heads=8, head_dim=128, dtype="bfloat16",
+)  # fmt: skip
+
+
+def eight_billion() -> sizing.SizedModel:
+    return sizing.SizedModel.of(EIGHT_BILLION)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -34,7 +39,8 @@ def test_a_user_takes_what_a_cache_takes(method: str) -> None:
             num_key_value_heads=2, head_dim=16, dtype="float32",
         )
     ).eval()  # fmt: skip
-    (plan,) = sizing.plans(model.config, [method], sizing.Demand(600, 1), sizing.Gpu(10**9), {})
+    sized = sizing.SizedModel.of(model.config)
+    (plan,) = sizing.plans(sized, [method], sizing.Demand(600, 1), sizing.Gpu(10**9), {})
     cache = CompressedCache(model, method)
     with torch.no_grad():
         model(torch.randint(3, 60, (1, 600)), past_key_values=cache)
@@ -75,7 +81,7 @@ def test_users_of_one_document_hold_it_once() -> None:
 
 
 def test_the_command_sizes_a_config_file(tmp_path: Path) -> None:
-    eight_billion().save_pretrained(tmp_path)
+    EIGHT_BILLION.save_pretrained(tmp_path)
     line = ["recommend", "--model", str(tmp_path / "config.json"), "--context", "100000", "--gpu", "24GB"]
     done = CliRunner().invoke(app, [*line, "--users", "5", "--json"])
     assert done.exit_code == 0, done.output
@@ -94,6 +100,10 @@ def test_the_command_sizes_a_config_file(tmp_path: Path) -> None:
         (["--gpu", "24GB", "--users", "0"], "--users 0 is not possible"),
         (["--gpu", "24GB", "--document", "100"], "--document 100 is not possible; use 0 to 99 tokens"),
         (
+            ["--gpu", "24GB", "--model", str(Path(__file__).parent)],
+            "cli has no config.json; name a folder that has one",
+        ),
+        (
             ["--gpu", "24GB"],
             "--model nothing is no config.json, no folder with one, no hub name and none of smollm2-135m",
         ),
@@ -108,24 +118,44 @@ def test_a_mistake_is_one_line(options: list[str], said: str) -> None:
 def test_a_built_in_model_is_sized_by_its_card(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing is on this machine, and nothing is fetched."""
     monkeypatch.setattr("transformers.AutoConfig.from_pretrained", None)
-    config, weights = sizing.shape_of(name)
+    sized = sizing.model_of(name)
     card = next(each for each in CATALOG.values() if name in (each.name, each.hub_repo))
-    short, long = (sizes_of(config, tokens).full for tokens in (1000, 2000))
-    assert (long - short) == 1000 * card.kv_bytes_per_token and weights == 2 * card.parameters
+    short, long = (sizes_of(sized.config(), tokens).full for tokens in (1000, 2000))
+    assert (long - short) == 1000 * card.kv_bytes_per_token and sized.weights == 2 * card.parameters
 
 
-def test_of_a_hub_name_only_the_config_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[str] = []
+@pytest.mark.parametrize("name", CATALOG)
+@pytest.mark.parametrize("method", sizing.ACCOUNTS)
+def test_without_torch_the_bytes_are_those_of_the_method(method: str, name: str) -> None:
+    sized = sizing.model_of(name)
+    assert str(parse_method(method)) == method
+    for tokens in (40, 1000, 30_001):
+        shape, sizes = replace(sized.shape, context=tokens), sizes_of(sized.config(), tokens)
+        assert shape.full == sizes.full
+        for more in (None, 0, 10):
+            assert sizing.ACCOUNTS[method].bytes(shape, more) == sizes.bytes(parse_method(method), more)
 
-    def fetched(name: str, **options: bool) -> LlamaConfig:
-        asked.append(name)
-        assert options == {"trust_remote_code": False}
+
+def test_methods_that_are_given_are_sized_beside_each_other() -> None:
+    sized, demand, gpu = sizing.model_of("gemma3-270m"), sizing.Demand(30_000, 2, 9000), sizing.gpu_of("24GB")
+    quick = sizing.plans(sized, [*sizing.ACCOUNTS], demand, gpu, {})
+    *same, own = sizing.plans(sized, [*sizing.ACCOUNTS, "snapkv:budget=64"], demand, gpu, {})
+    assert same == quick and own.method == "snapkv:budget=64" and own.user_bytes < same[-1].user_bytes
+
+
+def test_of_a_hub_name_only_the_config_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def fetched(name: str, file: str) -> str:
+        asked.append((name, file))
         if name == "org/nothing":
             raise OSError("no network")
-        return eight_billion()
+        EIGHT_BILLION.save_pretrained(tmp_path)
+        return str(tmp_path / file)
 
-    monkeypatch.setattr("transformers.AutoConfig.from_pretrained", fetched)
-    config, weights = sizing.shape_of("org/model")
-    assert asked == ["org/model"] and config.num_hidden_layers == 32 and 15e9 < weights < 17e9
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", fetched)
+    sized = sizing.model_of("org/model")
+    assert asked == [("org/model", "config.json")] and sized.config().num_hidden_layers == 32
+    assert 15e9 < sized.weights < 17e9
     with pytest.raises(ValueError, match=r"config.json of --model org/nothing could not be fetched .*no network"):
-        sizing.shape_of("org/nothing")
+        sizing.model_of("org/nothing")

@@ -355,7 +355,7 @@ def test_a_step_beside_a_document_never_waits_for_the_device(method: str) -> Non
 
 
 @pytest.mark.parametrize("tokens", [20, 70])
-def test_steps_over_few_bits_are_recorded_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_steps_over_quantised_tables_are_recorded_once(tokens: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where a text has its codes only when 64 tokens are there."""
     model, ids, recorded = zoo.build("llama").to(DEVICE), zoo.tokens(1, tokens).to(DEVICE), []
     record = decoding.Step._record
@@ -367,7 +367,7 @@ def test_steps_over_few_bits_are_recorded_once(tokens: int, monkeypatch: pytest.
 
 @pytest.mark.parametrize("method", ["rehearse", "full:bits=4"])
 def test_what_is_recorded_has_run_before(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A text in few bits is exact until it has 64 tokens. Steps of an exact table warm up nothing: a program that is
+    """A quantised text is exact until it has 64 tokens. Steps of an exact table warm up nothing: a program that is
     first loaded in a capture may break it.
     """
     model, ids, said = zoo.build("llama").to(DEVICE), zoo.tokens(1, 60).to(DEVICE), []

@@ -1,4 +1,4 @@
-"""The experiment on few bits measures what it says."""
+"""The experiment on quantisation measures what it says."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_fp8_holds_a_byte_for_each_number_and_goes_on() -> None:
     assert bits.divergence(*logits) == pytest.approx(float(wanted), rel=1e-4)
 
 
-def test_records_say_what_few_bits_cost(
+def test_records_say_what_quantisation_costs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(bit_stores, "_installed", lambda module: False)

@@ -59,7 +59,7 @@ def with_budget(name: str, budget: int) -> str:
     fields = kvsketch.METHODS[name].__dataclass_fields__
     wanted = {"budget": budget, "sinks": 2, "recent": 4, "skip_layers": 0}
     if fields["bits"].default != 16 and not any(setting.startswith("bits=") for setting in own):
-        wanted["bits"] = 16  # few bits are tried on their own
+        wanted["bits"] = 16  # quantisation is tested on its own
     settings = [f"{k}={v}" for k, v in wanted.items() if k in fields and fields[k].init]
     return ":".join([name, *settings, *own])
 

@@ -1,6 +1,6 @@
 """What one process of a tensor parallel group does for test_tensor_parallel.py; the test runs the same by itself.
 
-    torchrun --nproc-per-node 2 --module tests.helpers.tensor_parallel_worker FOLDER
+    torchrun --nproc-per-node 2 --module tests.helpers.tensor_parallel_worker FOLDER METHOD ...
 
 FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json.
 """
@@ -75,13 +75,13 @@ def load(folder: Path, **sizes: int) -> Any:
     return model
 
 
-def main(folder: Path) -> None:
+def main(folder: Path, *methods: str) -> None:
     model = load(folder / "divisible", tp_size=2)
-    results: dict[str, Any] = {method: converse(model, method) for method in METHODS}
+    results: dict[str, Any] = {method: converse(model, method) for method in methods}
     results["refusals"] = refusals(model, folder)
     (folder / f"process_{dist.get_rank()}.json").write_text(json.dumps(results))
     dist.destroy_process_group()
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]))
+    main(Path(sys.argv[1]), *sys.argv[2:])

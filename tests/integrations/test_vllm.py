@@ -134,12 +134,12 @@ def test_tokens_are_those_of_transformers(folder: Path, method: str) -> None:
     assert served(llm, texts) == alone(folder, method, texts)
 
 
-FEW_BITS = [f"{method}:bits=4" for method in METHODS] + ["h2o:budget=24:key_bits=8", "snapkv:budget=80:value_bits=4"]
+QUANTISED = [f"{method}:bits=4" for method in METHODS] + ["h2o:budget=24:key_bits=8", "snapkv:budget=80:value_bits=4"]
 
 
 # A code of 4 bits that rounding flips moves a logit of this model by up to 0.3.
-@pytest.mark.parametrize("method", FEW_BITS)
-def test_few_bits(folder: Path, method: str) -> None:
+@pytest.mark.parametrize("method", QUANTISED)
+def test_quantised(folder: Path, method: str) -> None:
     llm = engine(folder, method, num_gpu_blocks_override=3)
     # A cache on transformers codes nothing before it has 64 tokens.
     texts = prompts(70, 64, 90, 100)
@@ -159,7 +159,7 @@ def test_layers_that_decide_together(folder: Path, options: str, tie: float) -> 
     # New tokens are rehearsed when they are 64; the answers are longer than that.
     method, new = f"rehearse:budget=40:wait=64:recent=8:{options}", 70
     llm = engine(folder, method, num_gpu_blocks_override=3)
-    # In few bits a prompt of one token is held in other ones than on transformers.
+    # A quantised prompt of one token is stored in other codes than on transformers.
     texts = prompts(70, *((41, 130, 1) if "bits=16" in method else (64, 130, 100)))
     texts.append(texts[0])
     wanted = answers(folder, method, texts, new)

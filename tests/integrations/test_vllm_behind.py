@@ -78,7 +78,7 @@ def test_learned_maps_score_the_turns_that_they_score_in_a_cache_of_its_own() ->
 
 
 def test_a_due_turn_that_cannot_stay_whole_is_compressed_later() -> None:
-    """Its page has room for it, and it waits there in few bits; a draft is not decided about."""
+    """Its page has room for it, and it waits there quantised; a draft is not decided about."""
     served = Turns("rehearse:budget=40:wait=64:recent=8")
     served.forward([], {1: 90})
     served.joint.most_held = 100

@@ -1,4 +1,4 @@
-"""All tokens in few bits, in vLLM's own blocks (its CPU build). `make test-vllm` runs it.
+"""All tokens quantised, in vLLM's own blocks (its CPU build). `make test-vllm` runs it.
 
 Answers are those of a model of transformers that attends through the same blocks without vLLM, read in the same chunks.
 vLLM adds in another order: a code may fall to the other side, and a token that is close to a tie with it.

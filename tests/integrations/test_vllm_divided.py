@@ -33,7 +33,7 @@ def read(served: Served, page: int, news: list[list[Tensor]], *lengths: int, kno
 
 
 def same_pages(served: Served, one: int, other: int) -> None:
-    """In few bits rounding may move a code: only what is kept is compared."""
+    """Where it is quantised rounding may move a code: only what is kept is compared."""
     pages, seen = served.joint.pages(served.pool), served.seen
     tables = [pages.take(page, seen[page], seen[page]) for page in (one, other)]
     for ours, theirs in zip(*tables, strict=True):

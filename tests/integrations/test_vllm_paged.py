@@ -35,7 +35,7 @@ METHODS = [
 ]
 
 
-FEW_BITS = [f"{text}:bits=4" for text in METHODS] + [
+QUANTISED = [f"{text}:bits=4" for text in METHODS] + [
     "streamingllm:budget=12:sinks=2:bits=8",
     "h2o:budget=12:key_bits=4",
     "keyformer:budget=12:horizon=6:value_bits=3",
@@ -46,7 +46,7 @@ FEW_BITS = [f"{text}:bits=4" for text in METHODS] + [
 class Alone:
     """A request by itself: a table that is exact until something has to go, as in a compressed cache.
 
-    In few bits it is coded after its first tokens, as a cache does with 64 of them. A first token that comes alone has
+    A quantised one is coded after its first tokens, as a cache does with 64 of them. A first token that comes alone has
     no mean to be coded around.
     """
 
@@ -124,7 +124,7 @@ WITH_SINKS = {"sink_logits": torch.tensor([-1.0, 0.0, 1.0, 3.0], device=DEVICE)}
 @pytest.mark.parametrize(
     ("text", "options"),
     [
-        *((text, {}) for text in METHODS + FEW_BITS),
+        *((text, {}) for text in METHODS + QUANTISED),
         ("h2o:budget=12", CAPPED),
         ("snapkv:budget=12:window=4", CAPPED),
         ("h2o:budget=12", WITH_SINKS),
@@ -169,7 +169,7 @@ def test_requests_in_pages_are_requests_alone(text: str, options: dict[str, Any]
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("text", METHODS + FEW_BITS)
+@pytest.mark.parametrize("text", METHODS + QUANTISED)
 def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, value: float) -> None:
     """The next one there begins with a prompt, or with a single token, and is as it would be alone."""
     served = Served(text)
@@ -230,7 +230,7 @@ def test_the_kernels_do_the_same(bits: int, monkeypatch: pytest.MonkeyPatch) -> 
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("text", METHODS + FEW_BITS)
+@pytest.mark.parametrize("text", METHODS + QUANTISED)
 def test_a_captured_step_serves_other_requests(text: str) -> None:
     """vLLM records the step once and replays it for whatever requests its rows stand for."""
     eager, captured = Served(text), Served(text)

@@ -112,7 +112,7 @@ def test_prompts_that_are_held_whole_take_an_eighth_of_the_memory(free: int | No
 @pytest.mark.parametrize(
     "text", ["full:bits=4", "full:bits=8", "full:bits=3", "full:bits=2", "full:key_bits=8:value_bits=4"]
 )
-def test_all_tokens_in_few_bits_are_served(text: str) -> None:
+def test_all_tokens_are_served_quantised(text: str) -> None:
     given = {"kvsketch": text}
     assert keeps_all(given) and not keeps_all({"kvsketch": "h2o:budget=64"})
     key, value = block_codecs(chosen_full(given), 1, 128, 64)

@@ -108,7 +108,7 @@ def test_a_compressed_chat_gives_the_answers_of_a_cache_on_transformers(folder: 
 
 
 @pytest.mark.parametrize(("bits", "tie"), [(4, 0.5), (2, 0.01)])
-def test_a_chat_in_few_bits_gives_the_answers_of_a_cache_on_transformers(folder: Path, bits: int, tie: float) -> None:
+def test_a_quantised_chat_gives_the_answers_of_a_cache_on_transformers(folder: Path, bits: int, tie: float) -> None:
     """Answers of one token, and both chats go on from vLLM's: a tie makes no other chat.
 
     Weights that differ by a ten-millionth move a log probability on transformers by up to 0.4 in 4 bits, whose codes

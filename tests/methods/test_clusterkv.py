@@ -291,7 +291,7 @@ def test_skipped_layers_are_the_full_cache_to_the_bit() -> None:
 
 @pytest.mark.parametrize("offload", ["none", "host"])
 @pytest.mark.parametrize("pads", [[0, 10], *also([0, 0])], ids=str)
-def test_slots_in_few_bits_lie_cluster_by_cluster(
+def test_quantised_slots_lie_cluster_by_cluster(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, offload: str, pads: list[int]
 ) -> None:
     """As with slots in the order of the text, through turns, clusters of new tokens, crop and files."""

@@ -86,7 +86,7 @@ def test_what_is_kept_and_said_is_what_it_was(method: str, way: str) -> None:
         pinned[f"{method} {way}"] = result
         FILE.write_text("{\n" + ",\n".join(f"{json.dumps(k)}: {json.dumps(v)}" for k, v in pinned.items()) + "\n}\n")
     expected = pinned[f"{method} {way}"]
-    # A code of few bits may differ by one between processors, and what follows is then another text: the prompt counts.
+    # A quantised vector may differ by one between processors, and what follows is then another text: the prompt counts.
     stages = 3 if CompressedCache(model, method).method.bits == 16 else int(way == "whole")
     assert result["kept"][:stages] == expected["kept"][:stages]
     torch.testing.assert_close(*(torch.tensor(x["logits"][:stages]) for x in (result, expected)), atol=0.02, rtol=0)

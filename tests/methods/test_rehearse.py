@@ -60,7 +60,7 @@ def test_with_room_for_every_token_it_is_exact(model: Any, text: Any, full: Tens
     torch.testing.assert_close(read(model, cache, *text), full, atol=1e-4, rtol=1e-4)
 
 
-def test_refitting_and_few_bits_change_the_error_as_they_should(model: Any, text: Any, full: Tensor) -> None:
+def test_refitting_and_quantisation_change_the_error_as_they_should(model: Any, text: Any, full: Tensor) -> None:
     settings = {"plain": {"refit": "none", "bits": 16}, "refitted": {"bits": 16}, "coded": {"bits": 4}}
     caches = {n: CompressedCache(model, Rehearse(**{**PLAIN, **s})) for n, s in settings.items()}
     errors = {name: error(read(model, cache, *text), full) for name, cache in caches.items()}

@@ -1,4 +1,4 @@
-"""Few bits: what the codec promises, and attention over coded slots against attention over what they decode to."""
+"""What the codec promises, and attention over coded slots against attention over what they decode to."""
 
 from __future__ import annotations
 

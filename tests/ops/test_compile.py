@@ -26,6 +26,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops import refit_steps as steps
 from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.codec.basis import Basis, LearnedCodec, Parts
@@ -35,7 +36,6 @@ from kvsketch.ops.fold_token import State
 from kvsketch.ops.gather_rows import Sources, gather_rows_of
 from kvsketch.ops.hot_rows import Buffer, Store, new_places
 from kvsketch.ops.join_attention import Part
-from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.ops.kmeans import METRICS
 from kvsketch.ops.page_rows import Front, Rows, Worth
 from kvsketch.ops.token_blocks import BlockShape, Reading, TokenBlocks, block_attention, write_tokens
@@ -244,7 +244,7 @@ def gather_rows() -> None:
 
 
 def keep_queries() -> None:
-    held = torch.zeros(B, HQ // H * H, S, row_bytes(D), dtype=torch.uint8, device=longs(1).device)
+    held = torch.zeros(B, HQ // H * H, S, query_bytes(D), dtype=torch.uint8, device=longs(1).device)
     ops.keep_queries(held, normal(B, HQ, 1, D), longs(1), H, longs(B))
 
 

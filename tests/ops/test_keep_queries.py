@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops import keep_queries, kept_queries
-from kvsketch.ops.keep_queries import row_bytes
 
 ROOM = 9
 
@@ -21,7 +21,7 @@ def queries(count: int, size: int, device: torch.device, batch: int = 2, query_h
 
 
 def empty(rows: int, kept: int, size: int, device: torch.device) -> Tensor:
-    return torch.zeros(rows, kept, ROOM, row_bytes(size), dtype=torch.uint8, device=device)
+    return torch.zeros(rows, kept, ROOM, query_bytes(size), dtype=torch.uint8, device=device)
 
 
 @pytest.mark.parametrize(("size", "dtype"), [(64, torch.bfloat16), (128, torch.float32), (20, torch.float32)])

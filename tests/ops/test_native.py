@@ -9,13 +9,14 @@ import torch
 from torch import Tensor
 
 from kvsketch.compiler import programs
+from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops.attention_mass import Options
 from kvsketch.ops.attention_mass import reference as mass_reference
 from kvsketch.ops.codec import BITS, Codec, CodedSlots
 from kvsketch.ops.codec import reference as codec_reference
 from kvsketch.ops.common import dispatch, native
 from kvsketch.ops.common.ragged import Ragged, Readers, work_list
-from kvsketch.ops.keep_queries import codec_of, keep_queries, row_bytes
+from kvsketch.ops.keep_queries import codec_of, keep_queries
 from kvsketch.ops.keep_queries import reference as keep_reference
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 from kvsketch.ops.slot_update import reference as slot_reference
@@ -221,7 +222,7 @@ def test_queries_wait_as_by_the_reference(place: int) -> None:
     q, at, result = large(1, 1, 12, 64, dtype=torch.bfloat16).transpose(1, 2), torch.tensor([place]), []
     assert program.supported(codec_of(64))
     for module in (keep_reference, program):
-        held = torch.zeros(1, 6, 10, row_bytes(64), dtype=torch.uint8)
+        held = torch.zeros(1, 6, 10, query_bytes(64), dtype=torch.uint8)
         module.keep_queries(held, q, at, 2, None)
         result.append(held)
     assert torch.equal(*result) and result[0].any()
@@ -235,7 +236,8 @@ def test_without_a_compiler_the_reference_runs(monkeypatch: pytest.MonkeyPatch, 
     try:
         assert native.library() is None
         assert dispatch.implementation("codec", torch.device("cpu"), Codec(4, 64)) is codec_reference
-        keep_queries(torch.zeros(1, 6, 10, row_bytes(64), dtype=torch.uint8), large(1, 12, 1, 64), torch.tensor([0]), 2)
+        held = torch.zeros(1, 6, 10, query_bytes(64), dtype=torch.uint8)
+        keep_queries(held, large(1, 12, 1, 64), torch.tensor([0]), 2)
     finally:
         for cached in (programs, native.library, dispatch._load_native):
             cached.cache_clear()

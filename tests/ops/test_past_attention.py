@@ -51,7 +51,7 @@ def vectors(seed: int, *shape: int, common: float = 0.0) -> Tensor:
 
 
 def coded(x: Tensor, bits: int, exact: int = 2) -> CodedSlots:
-    """Vectors [B, H, S, D] in few bits; of a head the first and the last slot are exact, as far as there are `exact`.
+    """Quantised vectors [B, H, S, D]; of a head the first and the last slot are exact, as far as there are `exact`.
 
     What codes say of these is wrong, and no reader may use it.
     """

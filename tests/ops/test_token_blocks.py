@@ -1,4 +1,4 @@
-"""Blocks of tokens in few bits: kernels against references, references against the definition."""
+"""Blocks of quantised tokens: kernels against references, references against the definition."""
 
 from __future__ import annotations
 

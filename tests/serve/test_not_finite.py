@@ -17,7 +17,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.slots.codes import NotFinite
 from tests.helpers import zoo
-from tests.helpers.common import thinned, with_budget
+from tests.helpers.common import also, thinned, with_budget
 from tests.helpers.engines import starting
 
 METHODS = [
@@ -112,8 +112,23 @@ def test_a_request_whose_activations_are_not_finite_harms_no_other(method: str, 
     assert engine.state().finished == {"error": 3, "length": 8}
 
 
-@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
-@pytest.mark.parametrize("method", ["full", "h2o:budget=16", "kvzip:sinks=2", "rehearse:bits=16", "rehearse"])
+@pytest.mark.parametrize(
+    ("method", "dtype"),
+    [
+        ("full", torch.bfloat16),
+        ("h2o:budget=16", torch.float16),
+        ("kvzip:sinks=2", torch.bfloat16),
+        ("rehearse:bits=16", torch.float16),
+        ("rehearse", torch.bfloat16),
+        *also(
+            ("full", torch.float16),
+            ("h2o:budget=16", torch.bfloat16),
+            ("kvzip:sinks=2", torch.float16),
+            ("rehearse:bits=16", torch.bfloat16),
+            ("rehearse", torch.float16),
+        ),
+    ],
+)
 def test_the_next_request_in_half_precision_too(method: str, dtype: torch.dtype, start: Any) -> None:
     request = Request(prompt(0, 66), 10)
     wanted = list(start(method, model=model(dtype)).submit(request))

@@ -1,4 +1,4 @@
-"""Keys and values in few bits: what is written is what is read, wherever exact vectors lie."""
+"""Quantised keys and values: what is written is what is read, wherever exact vectors lie."""
 
 from __future__ import annotations
 

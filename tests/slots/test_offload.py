@@ -234,7 +234,7 @@ def test_a_prompt_that_is_too_short_for_codes_moves_when_it_has_grown(name: str,
     ("name", "bits"), [("clusterkv", "bits=4"), ("quest", "bits=4"), ("infinigen", "bits=4"), ("quest", "key_bits=8")]
 )
 def test_codes_move_to_the_host_and_back(name: str, bits: str, tmp_path: Path) -> None:
-    """What few bits on the device give: steps, a second prompt, a file, other rows, a stream."""
+    """What quantised tokens on the device give: steps, a second prompt, a file, other rows, a stream."""
     model = zoo.build("llama", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, head_dim=16).to(DEVICE)
     ids, mask = padded(tokens(2, 120), [0, 10])
     near, far, plain = (

@@ -1,4 +1,4 @@
-"""Rows of a left-padded batch that are too short for few bits: exact and coded when they are so alone."""
+"""Rows of a left-padded batch that are too short to be quantised: exact and coded when they are so alone."""
 
 from __future__ import annotations
 

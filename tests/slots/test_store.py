@@ -2,7 +2,7 @@
 
 Requests are put into entries, take single tokens in batches, are decided upon, moved, and leave, in any order, and what
 has been in an entry before is nan. What a request reads is what it brought and what was appended since, whatever the
-others do. The forms: heads of one size or of their own, memory of ours or a pool of pages, 16 or few bits.
+others do. The forms: heads of one size or of their own, memory of ours or a pool of pages, 16 bits or quantised.
 """
 
 from __future__ import annotations

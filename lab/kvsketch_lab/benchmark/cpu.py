@@ -5,7 +5,7 @@
 Both caches take turns in one process, and the quotients are medians over the turns; a step is the fastest of its turn,
 for whatever else runs on the machine only adds. Counted is processor time of all threads. The model is real. Before a
 method is timed, the logits of its steps are compared with those of the torch references from the same cache and tokens.
-A code of few bits that rounding decides moves them, so that they need not agree bit by bit.
+A quantised vector that rounding decides moves them, so that they need not agree bit by bit.
 """
 
 from __future__ import annotations

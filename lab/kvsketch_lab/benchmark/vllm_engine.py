@@ -29,7 +29,7 @@ OWN: dict[str, dict[str, Any]] = {
     "bf16-cascade": {"disable_cascade_attn": False},
 }
 CONNECTOR = "KVSketchDocuments"
-BLOCK = 64  # tokens of a block in few bits
+BLOCK = 64  # tokens of a quantised block
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_NO_USAGE_STATS": "1",

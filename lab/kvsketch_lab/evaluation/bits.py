@@ -3,7 +3,7 @@
     kvsketch eval bits --model qwen2.5-coder-1.5b --texts 4 --out results/eval
     kvsketch eval bits --methods full:bits=4,quanto:bits=4,fp8 --tokens 2048
 
-The model reads the first `--tokens` of a text, which are then held in few bits (bit_stores.py), and goes on for
+The model reads the first `--tokens` of a text, which are then quantised (bit_stores.py), and goes on for
 `--steps` tokens in one forward: once with the text itself, once with a passage from the middle of what it has read,
 which only a cache that still knows it can foretell.
 

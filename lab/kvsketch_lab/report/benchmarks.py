@@ -11,7 +11,7 @@ from kvsketch_lab.report.contents import commit_text
 from kvsketch_lab.report.kinds import Data
 from kvsketch_lab.report.palette import BASE, name_of
 
-FEW_BITS = ("tied weights", "ragged heads", "4 bits", "ragged heads, 4 bits")  # the sizes that have them all are shown
+COMPARED = ("tied weights", "ragged heads", "4 bits", "ragged heads, 4 bits")  # the sizes that have them all are shown
 LLAMA_8B_SLOT = 8 * 2 * 128 * 2  # bytes of a token's keys and values in one layer: KV heads, both, size, bf16
 SHAPE, DYNAMIC = "llama-3.1-8b", "DynamicCache, eager"
 
@@ -58,7 +58,7 @@ def sizes(data: list[Data]) -> list[Data]:
     result = []
     for (batch, slots, cache), by in sorted(cells.items(), key=lambda cell: cell[0]):
         few = [
-            by[FEW_BITS[0]]["median_us"] / by[name]["median_us"] for name in FEW_BITS[2:] if set(FEW_BITS) <= set(by)
+            by[COMPARED[0]]["median_us"] / by[name]["median_us"] for name in COMPARED[2:] if set(COMPARED) <= set(by)
         ]
         size = {"batch": batch, "slots": slots, "cache": cache, "by": by, "beside_sdpa": beside_sdpa(by)}
         result.append(size | dict(zip(("four_bits", "four_bits_ragged"), few or [None, None], strict=True)))

@@ -253,6 +253,7 @@ class Numbers:
         counted = benchmarks.usual_steps(data) if kind == DECODE else data
         return benchmarks.last(counted, *REPEATED.get(own, ("method",)))
 
+    @cache  # noqa: B019
     def words(self, name: str, about: str | None = None) -> str:
         """A template, filled in; `about`: the method that it speaks of."""
         known = self._environment.list_templates(extensions=["md"])

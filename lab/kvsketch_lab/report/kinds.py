@@ -58,7 +58,8 @@ class Kind:
         if not failed and value is None:
             return []
         measured = None if failed else float(value)
-        return [observation(self, record, measured, place) for place in self.settings(data)]
+        common = observation(self, record, measured, "")
+        return [common._replace(setting=place) for place in self.settings(data)]
 
     def settings(self, data: Data) -> list[str]:
         """The settings that a record counts in."""

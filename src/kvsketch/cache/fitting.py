@@ -69,7 +69,7 @@ class Fitting(Rehearse):
         super().compress(table, queries)
         if self.learned is None:
             self.first[table.context.layer_idx] = _unrotated(table, queries, positions_of(table, queries.shape[2]))
-        elif self.queue(table).unrepeated:
+        elif self.queue(table).unreplayed:
             self.score(table, queries)
             self.first[table.context.layer_idx] = self.replayer(table).features(table)
             state = table.state_of(Waiting)
@@ -86,7 +86,7 @@ class Fitting(Rehearse):
         super().learn(table, queries, copies, piece)
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        repeated = self.learned is not None and not self.queue(tables[0]).unrepeated
+        repeated = self.learned is not None and not self.queue(tables[0]).unreplayed
         for table in tables if repeated else ():
             state = table.state_of(Waiting)
             if state.score is not None:

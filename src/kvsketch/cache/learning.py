@@ -1,4 +1,4 @@
-"""What a model learns once from texts, by itself: directions for few bits, and maps of a repetition (`kvsketch fit`).
+"""What a model learns once from texts: directions for quantisation, and maps of a repetition (`kvsketch fit`).
 
     bases      the model reads; of each KV head the covariance of keys (after rotary embedding) and values around their
                mean in a text, without its first tokens, gives the directions of `basis=learned`

@@ -25,6 +25,7 @@ from kvsketch.byte_sizes import parsed, text_of
 from kvsketch.cache import latent
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.making import is_compressible, native_layers
+from kvsketch.layer_bytes import ModelBytes
 from kvsketch.methods import parse_method
 from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.budget import Size
@@ -76,24 +77,10 @@ def description(layers: Sequence[SlotLayer]) -> str:
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """The shape of a model's cache after prompts of `context` tokens."""
+class Sizes(ModelBytes):
+    """The same with the layers themselves, for which any method says its bytes."""
 
-    context: int
-    batch: int
-    heads: int
-    query_heads: int
-    size: int
-    itemsize: int
-    native: int  # bytes of layers that are not compressed
-    places: Sequence[LayerContext]  # those that are
-    held: tuple[int, ...] = ()  # sizes of what is stored of a key and of a value; empty: `size` of both
-
-    @property
-    def full(self) -> int:
-        """Bytes of all keys and values as the model computes them."""
-        token = sum(self.held or (self.size, self.size)) * self.itemsize
-        return self.native + self.batch * self.heads * token * self.context * len(self.places)
+    places: Sequence[LayerContext] = ()  # the layers that are compressed
 
     def in_tokens(self, method: Method) -> Method:
         """The method with a share of tokens for its share of bytes (`bytes=1/8`), if it has one.
@@ -105,7 +92,8 @@ class Sizes:
         share = cast(Size, method.bytes).share
         assert share is not None
         chosen: Any = replace(method, bytes=None).for_bytes(share)
-        usual, halves = (replace(self, context=USUAL, batch=1, native=0, itemsize=size) for size in (self.itemsize, 2))
+        usual = replace(self, context=USUAL, batch=1, windows=())
+        halves = replace(usual, itemsize=2)
         try:
             result: Any = fitted(chosen, int(share * halves.full), USUAL, functools.partial(usual.bytes, more=0))
         except ValueError as error:
@@ -118,9 +106,8 @@ class Sizes:
         total, method = self.native, self.in_tokens(method)
         for place in self.places:
             table = SlotTable(replace(place, bits=method.stored_bits), prompt_tokens=self.context)
-            shape = LayerShape(
-                table, self.batch, self.heads, self.query_heads, self.size, self.itemsize, more, self.held
-            )
+            own = self.layer(method.stored_bits.pair, more)
+            shape = LayerShape(**vars(own), table=table)
             held = method.stored_bytes(shape)
             if held is None:
                 return None
@@ -145,10 +132,12 @@ def sizes_of(model: Any, context: int | None, batch: int = 1) -> Sizes:
     if latents is not None:
         heads, size = 1, sum(latents)
     windows = [getattr(layer, "sliding_window", None) for layer in native if not is_compressible(layer)]
-    others = 2 * batch * heads * size * dtype.itemsize * sum(min(window, context) for window in windows if window)
     compressed = [i for i, layer in enumerate(native) if is_compressible(layer)]
     places = [LayerContext(i, len(native), 0, rank, len(compressed)) for rank, i in enumerate(compressed)]
-    return Sizes(context, batch, heads, query_heads // parts, size, dtype.itemsize, others, places, latents or ())
+    return Sizes(
+        context, batch, heads, query_heads // parts, size, dtype.itemsize, len(places),
+        tuple(filter(None, windows)), latents or (), places,
+    )  # fmt: skip
 
 
 def in_tokens(method: str | Method, model: Any) -> Method:

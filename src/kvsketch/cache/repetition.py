@@ -62,14 +62,14 @@ def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: T
     method, tables = cache.method, [layer.table for layer in cache.slot_layers]
     if not repeats(method):
         raise ValueError(f"{method} has no replay by the model; use rehearse:replay=exact or kvzip")
-    unrepeated = method.queue(tables[0]).unrepeated
-    if not unrepeated:
+    unreplayed = method.queue(tables[0]).unreplayed
+    if not unreplayed:
         return
-    ids = input_ids[:, -unrepeated:].to(model.device)
-    _require(cache, input_ids, unrepeated)
+    ids = input_ids[:, -unreplayed:].to(model.device)
+    _require(cache, input_ids, unreplayed)
     said = ids[:, :0] if instruction is None else torch.as_tensor(instruction, device=ids.device).view(1, -1)
     said = said.expand(len(ids), -1)
-    pieces = method.pieces(unrepeated, cache.chunk)
+    pieces = method.pieces(unreplayed, cache.chunk)
     _require_positions(cache, model, pieces, said.shape[1])
     for table in tables:
         method.queue(table).start_repetition()
@@ -136,11 +136,11 @@ def _keys(layer: SlotLayer, count: int) -> Tensor:
     return newest(layer.table, newest_slots(layer.table, count))[0].clone()
 
 
-def _require(cache: CompressedCache, input_ids: Tensor, unrepeated: int) -> None:
+def _require(cache: CompressedCache, input_ids: Tensor, unreplayed: int) -> None:
     table = cache.slot_layers[0].table
-    if input_ids.dim() != 2 or input_ids.shape[1] < unrepeated or len(input_ids) != table.shape[0]:
+    if input_ids.dim() != 2 or input_ids.shape[1] < unreplayed or len(input_ids) != table.shape[0]:
         raise ValueError(
-            f"input_ids {list(input_ids.shape)} must hold the {unrepeated} tokens that the cache has read and the "
+            f"input_ids {list(input_ids.shape)} must hold the {unreplayed} tokens that the cache has read and the "
             f"model has not repeated, of all {table.shape[0]} rows: pass the whole prompt"
         )
     if table.padding is not None:

@@ -58,8 +58,8 @@ def _size(model: str, context: int, users: int, document: int, gpu: str, methods
     from kvsketch import sizing
 
     card, demand = sizing.gpu_of(gpu), sizing.Demand(context, users, document)
-    config, weights = sizing.shape_of(model)
-    plans = sizing.plans(config, (methods or sizing.METHODS).split(","), demand, card, speeds(), weights)
+    asked = methods.split(",") if methods else list(sizing.ACCOUNTS)
+    plans = sizing.plans(sizing.model_of(model), asked, demand, card, speeds())
     if as_json:
         print_json({"weights": plans[0].weights, "plans": [dataclasses.asdict(plan) for plan in plans]})
         return

@@ -255,7 +255,7 @@ class SideStream:
 
 @contextlib.contextmanager
 def side_stream(layers: Sequence[SlotLayer]) -> Iterator[None]:
-    """Inside the block the layers compress aside; the branches meet again at its end."""
+    """Inside the block the layers compress on a side stream; the branches meet again at its end."""
     branch, forward = SideStream([layer.table for layer in layers]), layers[0].forward
     for table in branch.tables:
         table.forward.advancing = branch.advancing

@@ -29,9 +29,9 @@ class Full(Method):
 
     @property
     def declared(self) -> Capabilities:
-        few_bits = SUPPORTED
+        quantised = SUPPORTED
         if UNQUANTISED in self.stored_bits.pair:
-            few_bits = no("keys or values in 16 bits are what vLLM keeps by itself; use bits=4 or bits=8")
+            quantised = no("keys or values in 16 bits are what vLLM keeps by itself; use bits=4 or bits=8")
         return replace(
             super().declared,
             batched=SUPPORTED,
@@ -41,7 +41,7 @@ class Full(Method):
             shared_budget=no("it has no budget"),
             offload=no("it reads every token at every step; use a recall method"),
             memory=SUPPORTED,
-            vllm=few_bits,
+            vllm=quantised,
         )
 
     def bound(self, table: SlotTable, max_length: int) -> None:

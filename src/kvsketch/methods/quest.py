@@ -88,7 +88,7 @@ class Quest(RecallingMethod):
         if self.selects(table):
             self.index(table)
         if state.indexed:
-            # Those of whole pages come from exact keys, which few bits no longer are.
+            # Those of whole pages come from exact keys, which quantised ones no longer are.
             whole = (table.real_tokens() // self.page).unsqueeze(-1)  # [B, 1, 1, 1]
             for bounds, old in zip(state.bounds(), before, strict=False):
                 count = min(bounds.shape[2], old.shape[2])

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.layer_bytes import MOST_ROOM, query_bytes, room_behind, waiting_query_heads
 from kvsketch.methods.allocation import MODEL, SHARES, winners
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.bits import settle_bits
@@ -27,7 +28,6 @@ from kvsketch.methods.budget import Size, Tokens, row_prompts
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.evict import layouts
 from kvsketch.methods.parameters import option
-from kvsketch.ops.keep_queries import row_bytes
 from kvsketch.slots import coding, in_place, packing, rollback
 from kvsketch.slots.bytes import LayerShape, bytes_beside
 from kvsketch.slots.codes import MIN_TOKENS_TO_QUANTISE
@@ -39,8 +39,6 @@ from kvsketch.slots.state import Range, TableState, number, on_host, per_row, pe
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import fetching, gather_slots, uploaded
 
-ROOM, MOST_ROOM = 32, 256  # slots, and queries, that are added at a time for new tokens
-KEPT = 4  # queries of a KV head that wait with a token in few bits; of one in 16 bits all do
 NEG_INF = float("-inf")
 ALWAYS = 2.0  # the worth of tokens that stay; scores are at most 1
 
@@ -105,7 +103,7 @@ class Waiting(TableState):
         if self.queries is None:
             return ""
         heads, size = table.shape[1], table.key_size
-        if self.queries.dim() == 4 and not self.queries.shape[1] % heads and self.queries.shape[3] == row_bytes(size):
+        if self.queries.dim() == 4 and not self.queries.shape[1] % heads and self.queries.shape[3] == query_bytes(size):
             return ""
         return f"queries {list(self.queries.shape)} are not those of {heads} KV heads of size {size}"
 
@@ -140,7 +138,7 @@ class Queue:
     # tokens that the model repeats (`cache.repetition`)
 
     @property
-    def unrepeated(self) -> int:
+    def unreplayed(self) -> int:
         """Newest tokens that the model has yet to repeat."""
         return self.state.owed
 
@@ -213,7 +211,7 @@ class Queue:
         """Keeps some queries of the newest tokens; where the last of them has no room, there is some for `room`."""
         state, table = self.state, self.table
         if state.queries is None:
-            heads, size = self.method.kept_heads(table.shape[1], queries.shape[1]), row_bytes(queries.shape[3])
+            heads, size = self.method.kept_heads(table.shape[1], queries.shape[1]), query_bytes(queries.shape[3])
             state.queries = queries.new_zeros(table.shape[0], heads, room, size, dtype=torch.uint8)
         elif state.room < self.count:
             state.queries = lengthened(state.queries, room)
@@ -290,14 +288,11 @@ class WaitingMethod(BudgetedMethod):
         return False
 
     def room_behind(self, settled: int, waiting: int = 0) -> int:
-        """New tokens that room is made for at a time: few behind a short text, for which it would be large, and more as
-        more wait, so that room is seldom made; no more than may wait.
-        """
+        """New tokens that room is made for at a time."""
         if self.told:
             # Any number may wait for a compaction: as much as tables have that keep everything.
             settled, waiting = settled + waiting, 0
-        room, left = max(ROOM, settled // 64, waiting // 4), self.most_waiting - waiting
-        return min(MOST_ROOM, room, left if left > 0 else room)
+        return room_behind(settled, waiting, self.most_waiting)
 
     def queue(self, table: SlotTable) -> Queue:
         """The tokens of a table that wait."""
@@ -306,9 +301,9 @@ class WaitingMethod(BudgetedMethod):
     # one layer after a forward
 
     def prepare(self, table: SlotTable, keys: Tensor, values: Tensor) -> None:
-        if unrepeated := self.queue(table).unrepeated:
+        if unreplayed := self.queue(table).unreplayed:
             raise ValueError(
-                f"{self.name} has {unrepeated} tokens that the model has not replayed yet; read prompts with "
+                f"{self.name} has {unreplayed} tokens that the model has not replayed yet; read prompts with "
                 "kvsketch.prefill(model, input_ids, cache), or call cache.replay(model, input_ids) after the "
                 "forward, or use rehearse:replay=virtual"
             )
@@ -383,7 +378,7 @@ class WaitingMethod(BudgetedMethod):
 
     def kept_heads(self, heads: int, query_heads: int) -> int:
         """Queries of a token, for all KV heads, that wait with it."""
-        return min(heads * KEPT, query_heads) if self.stored_bits or self.told else query_heads
+        return waiting_query_heads(heads, query_heads, bool(self.stored_bits) or self.told)
 
     def bound(self, table: SlotTable, max_length: int) -> None:
         """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
@@ -435,15 +430,10 @@ class WaitingMethod(BudgetedMethod):
         return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM
 
     def stored_bytes(self, shape: LayerShape) -> int | None:
-        # New tokens and their queries wait beside the budget.
-        waiting = self.most_waiting if shape.more is None else min(self.most_waiting, shape.more)
-        waiting += MOST_ROOM if waiting else 0
-        queries = shape.batch * self.kept_heads(shape.heads, shape.query_heads) * waiting * row_bytes(shape.size)
-        beside = (waiting or self.room_behind(shape.tokens)) + 1
-        slots = self.budget_tokens(shape.table) + beside
-        # Bits are chosen by the slots that layers keep; those beside are as many in every layer.
-        queries += shape.all_heads * beside * shape.beyond_mean
-        return shape.bounded(slots, bytes_beside(Waiting)) + shape.layout(slots) + queries
+        room, query_heads = self.room_behind(shape.tokens), self.kept_heads(shape.heads, shape.query_heads)
+        return shape.waiting(
+            self.budget_tokens(shape.table), self.most_waiting, room, query_heads, bytes_beside(Waiting)
+        )
 
 
 def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tensor | None) -> None:

@@ -6,6 +6,7 @@ files.py        files that are absent or whole
 convert.py      a GGUF file as a folder of safetensors
 gguf_header.py  the metadata of a GGUF file
 loading.py      a model and its tokenizer
+config_file.py  sizes of a plain model from its config.json
 identity.py     the hash of a model
 texts.py        long text in the public domain
 fit_texts.py    texts that a model is fitted to, without a download

@@ -35,7 +35,7 @@ writing slots
     work_list            which program reads which slots of heads that differ in size, decided on the device
 fitting slots
     refit_steps          steps of many small least-squares problems at once
-few bits
+quantised vectors
     codec                vectors in 8, 4, 3 or 2 bits, which weighted_attention reads as they are
     token_blocks         quantised tokens in blocks that requests share: written by slot, read through a table
 random numbers

@@ -1,6 +1,6 @@
 """Keys or values of slots: in the dtype of the model, or quantised. A table moves and writes both by the same verbs.
 
-In few bits (`ops.codec` says what codes are) the center of a head is the mean of its first prompt, without the first
+`ops.codec` says what codes are. The center of a quantised head is the mean of its first prompt, without the first
 tokens of the text: those have keys unlike all others, carry most attention, and stay exact. Codes never change when
 slots move, so nothing is rounded twice. Several new tokens stay as they came until the method has chosen among them: it
 scores exact keys, codes are what stays.
@@ -16,19 +16,14 @@ from typing import Any, NamedTuple, TypeAlias
 import torch
 from torch import Tensor
 
+from kvsketch.layer_bytes import AUTO, EXACT, FEW, MANY, MIN_TOKENS_TO_QUANTISE, SPARE, UNQUANTISED
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.ops.codec.basis import LEARNED_BITS, Bases, Basis, LearnedCodec
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots import tensors
 
-UNQUANTISED = 16  # bits of what is not coded, whatever the dtype of the model
-AUTO = 0  # bits of keys that are chosen when a prompt has been read (`methods.bits`)
-FEW, MANY = 4, 8  # of which these are chosen; the second until then
-SPARE = 1 / 16  # of the bytes of keys and values in FEW bits, that keys in MANY bits may add in all layers together
 MOST_MANY = SPARE * 2 * FEW / (MANY - FEW)  # of all keys, that then have MANY bits
-EXACT = 4  # first tokens of a text that stay exact
-MIN_TOKENS_TO_QUANTISE = 64  # tokens before which nothing is coded: a center needs some
 
 
 @dataclass(frozen=True)
@@ -169,7 +164,7 @@ class PlainSlots:
 
 @dataclass
 class SlotCodes(CodedSlots):
-    """The same in few bits; behind those that carry both, new ones that are not coded yet."""
+    """The same, quantised; behind those that carry both, new ones that are not coded yet."""
 
     dtype: torch.dtype = torch.float32  # of what they stand for
     fresh: Tensor | None = None  # [B, H, n, D]

@@ -1,4 +1,4 @@
-"""Keys and values of a table in few bits: when they are coded, and what becomes of them then (`codes` says how)."""
+"""Quantised keys and values of a table: when they are coded, and what becomes of them then (`codes` says how)."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def replace_values(table: SlotTable, slots: Tensor, values: Tensor) -> None:
 def replace_at(table: SlotTable, at: Tensor, values: Tensor) -> bool:
     """Gives the slots `at` [E], counted over rows and heads, the values [E, Dv]; none twice.
 
-    False, and nothing changes, where values are stored in few bits.
+    False, and nothing changes, where values are quantised.
     """
     if not isinstance(table.values, PlainSlots) or table.layout is not None:
         return False

@@ -23,7 +23,7 @@ class LayerForward:
     previous: SlotTable | None = None  # the table of the layer before
     row_lse: Tensor | None = None  # [B, Hq, n], log-sums of the queries' rows
     row_logits: ops.RowLogits | None = None  # of a single query
-    rounding: Tensor | None = None  # what few bits cost, for their choice
+    rounding: Tensor | None = None  # what quantisation costs, for the choice of bits
     finite_checks: list[FiniteCheck] = field(
         default_factory=list
     )  # vectors that may not be finite, for `require_finite`

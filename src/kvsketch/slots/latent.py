@@ -3,8 +3,8 @@
     key_i = [r_i; c_i],   value_i = c_i
 
 c_i is stored once: where other tables have keys, this one has the latents [B, 1, S, R], and where they have values the
-rotary keys [B, 1, S, E]. Each has a codec of its own in few bits. Methods and attention see the keys and values above;
-the rotary channels come first, as in partial rotary embeddings.
+rotary keys [B, 1, S, E]. Each has a codec of its own. Methods and attention see the keys and values above; the rotary
+channels come first, as in partial rotary embeddings.
 
 A step reads codes as y = T (x - center), T the rotation of the codec: rotating every slot back would cost more
 than attention does. The product of a query with the center is the same for all slots and falls out of the softmax:

@@ -2,7 +2,7 @@
 
 A serving engine hands out memory in pages of one size and knows nothing of what they hold. A page is an entry of a
 store (`store`): the bounded table of a request in one layer, with equal heads (`Pages`), or in all layers, with heads
-that differ (`RequestPages`). Its planes are the parts of such a table, in 16 or few bits, and some numbers.
+that differ (`RequestPages`). Its planes are the parts of such a table, in 16 bits or quantised, and some numbers.
 
 How many tokens a request has seen is told at each step, so whoever gives a page to another request need not clean it.
 A page never says more than its request has written there: before the first token it counts as empty.
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.keep_queries import row_bytes
+from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.packing import pack, unpack
@@ -239,7 +239,7 @@ class RequestShape(Planes):
         each = {n: ((self.rows, *part.shape[3:]), part.dtype) for n, part in self.like.parts.named().items()}
         each |= {n: ((self.layers, *part.shape[1:]), part.dtype) for n, part in row_parts(self.like).items()}
         del each["next_slot"]
-        each["queries"] = (self.layers, self.kept_heads, self.room, row_bytes(size)), torch.uint8
+        each["queries"] = (self.layers, self.kept_heads, self.room, query_bytes(size)), torch.uint8
         each["start"] = each["kept"] = (self.layers, heads), torch.int64
         each["settled"] = (1,), torch.int64  # tokens of the request when it was last decided what stays
         if self.shares:

@@ -132,7 +132,7 @@ def code_rows(table: SlotTable, rows: Tensor) -> None:
 
 
 def open_rows(table: SlotTable, rows: Sequence[int]) -> Tensor:
-    """Which of these rows are exact yet (asks the device)."""
+    """Which of these rows are exact yet (synchronises with the GPU)."""
     is_open = _open(_first(table), table.real_tokens()).flatten().tolist()
     return torch.tensor([row for row in rows if is_open[row]], dtype=torch.int64, device=table.device)
 
@@ -161,7 +161,7 @@ def _open(slots: SlotCodes, seen: Tensor) -> Tensor:  # [B, 1, 1] bool
 
 
 def _rows(which: Tensor) -> Tensor:
-    """The numbers of the rows [B, 1, 1] that are meant (asks the device)."""
+    """The numbers of the rows [B, 1, 1] that are meant (synchronises with the GPU)."""
     return which.flatten().nonzero().flatten()
 
 

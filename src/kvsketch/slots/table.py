@@ -15,7 +15,7 @@ counts, and what the last forward knows (`forward`). Verbs that few ask for are 
     in_place.py    what a decode step changes                 coding.py      quantised keys and values
     packing.py     heads that have different numbers of slots  rollback.py    tokens that are taken back
 
-Keys and values of a bounded table may be stored in few bits (`codes`); methods see slots, never bits. Its heads may
+Keys and values of a bounded table may be quantised (`codes`); methods see slots, never bits. Its heads may
 have different numbers of slots (`layout`): what follows the slots then lies in one flat store between forwards of
 several tokens, and is seen as [B, H, S], S the largest head, with empty slots behind the others.
 
@@ -336,7 +336,7 @@ class SlotTable:
         return positions.rotated(keys, self.stored_index(), self.clock) if positions.rotated_by else keys
 
     def read(self) -> StoredSlots:
-        """What attention reads; in few bits and in a flat store where it is stored so and no token is new."""
+        """What attention reads; quantised and in a flat store where it is stored so and no token is new."""
         flat_or_coded = self.layout is not None or not isinstance(self.parts["keys"], PlainSlots)
         flat_or_coded |= not isinstance(self.parts["values"], PlainSlots)
         as_vectors = not flat_or_coded or (self.padding is not None and short_rows.are_there(self))

@@ -201,7 +201,7 @@ class Rehearse(WaitingMethod):
     # keep: the best of all heads, refitted
 
     def settle(self, tables: Sequence[SlotTable]) -> None:
-        if self.queue(tables[0]).unrepeated:
+        if self.queue(tables[0]).unreplayed:
             return
         if keep := self.chosen(tables, self.chunk):
             self.keep_refitted(tables, keep)

@@ -33,7 +33,7 @@ class LayerProblems(NamedTuple):
 
     queries: Tensor  # [B H, P, Q, D]
     keys: Tensor  # [B, H, m, D]
-    held: Tensor | None  # [B, H, m, D], keys as they will be held, in few bits; None: as they are
+    held: Tensor | None  # [B, H, m, D], keys as they will be stored, quantised; None: as they are
     values: Tensor  # [B, H, m, Dv]
     worth: Tensor  # [B H, m] float32, scores of the tokens
     places: Tensor  # [P, C] int64, numbers among the m tokens; -1: none

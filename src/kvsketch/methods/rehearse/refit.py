@@ -4,7 +4,7 @@ For one head, queries q~_i, keys k_j, values v_j, and the kept slots j in K (`op
 
     m_i  = sum_j exp(scale <q~_i, k_j>),   s_i = the same sum over the sinks, where they are not in the chunk
     O_i  = sum_j exp(scale <q~_i, k_j>) v_j / m_i,   c_i = m_i / (m_i + s_i)
-    A_ij = exp(scale <q~_i, k'_j>) / (m_i + s_i) for j in K, k' the keys as they will be held, in few bits
+    A_ij = exp(scale <q~_i, k'_j>) / (m_i + s_i) for j in K, k' the keys as they will be stored, quantised
     w    = argmin_{w >= 0} |A w - c|^2 + r |w - 1|^2,    clamped to WEIGHTS
     V'   = argmin |A diag(w) V' - diag(A w) O|^2 + r' |V' - V_K|^2
 

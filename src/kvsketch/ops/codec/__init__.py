@@ -193,7 +193,7 @@ class CodedSlots:
 
 
 def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
-    """x [B, H, n, D] in few bits; center [B, H, D] float32. A vector that is not finite gets a step that is nan."""
+    """x [B, H, n, D], quantised; center [B, H, D] float32. A vector that is not finite gets a step that is nan."""
     _check(x, center, codec)
     return implementation("codec", x.device, codec).encode(x, center, codec)
 

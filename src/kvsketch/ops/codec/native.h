@@ -1,4 +1,4 @@
-/* One vector in few bits, as reference.py computes it: codes and steps are equal bit for bit.
+/* One quantised vector, as reference.py computes it: codes and steps are equal bit for bit.
 
    All sums are of integers that their type holds, exact in any order: the compiler takes many channels at a time. */
 

@@ -1,4 +1,4 @@
-/* What the CPU programs share: floats, a vector register at a time, codes of few bits as floats, exponentials.
+/* What the CPU programs share: floats, a vector register at a time, quantised vectors as floats, exponentials.
    Vector types are those of gcc and clang. One that is longer than a register of the processor is kept in memory. */
 
 #include <math.h>

@@ -3,7 +3,7 @@
 Head (b, h) has `capacity` slots from `start` on. A program of a kernel takes one piece of one head: up to as many slots
 as all other pieces, so that a head of 36 slots beside one of 6,067 costs neither time nor bytes. Pieces follow from the
 capacities alone: a captured step goes on while tokens come and go. Where rows come and go too, the list has a fixed
-length and is made on the device (`ops.work_list`). The first piece of a head in few bits reads its exact slots as well,
+length and is made on the device (`ops.work_list`). The first piece of a quantised head reads its exact slots as well,
 and fewer of the others for it.
 
 Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all, P pieces.
@@ -19,8 +19,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-UNIT = 64  # pieces begin at multiples of it: kernels read ragged heads in tiles that divide it
-EXACT_SLOTS = UNIT  # codes that are read in the time that the exact slots of a head take; whole units
+from kvsketch.layer_bytes import EXACT_SLOTS, UNIT
+
 MOST_PIECES = 1024  # of one head
 START_UNITS = 2  # that are read in the time that a program takes to start
 COMBINED_PIECES = 400  # of one head, whose sums are combined in the time that a unit takes

@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from kvsketch.layer_bytes import block_size as block_size
+
 KERNEL_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DTYPES = (*KERNEL_DTYPES, torch.float64)  # float64 runs in the reference
 MAX_HEAD_SIZE = 256  # the largest that a tile of an attention kernel has room for
@@ -44,11 +46,6 @@ def outer_strides(tensor: Tensor | None) -> tuple[int, int]:
 def slot_strides(data: Tensor) -> tuple[int, int, int]:
     """Strides by batch row, KV head and slot of [B, H, S, D]; a flat store [N, D] has the last alone."""
     return (0, 0, data.stride(0)) if data.dim() == 2 else (data.stride(0), data.stride(1), data.stride(2))
-
-
-def block_size(size: int) -> int:
-    """Columns of a tile that holds rows of this size: a power of two that the tensor cores take."""
-    return max(16, 1 << (size - 1).bit_length())
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -25,14 +25,14 @@ def gather_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor
     if index.numel():
         aligned = all(source.data_ptr() % 16 == 0 for source in sources.rows)
         with on(rows.device):
-            take_rows_of_kernel[(triton.cdiv(count, tile), problems)](
+            gather_rows_of_kernel[(triton.cdiv(count, tile), problems)](
                 sources.addresses, which, first, index, out, count, rows.stride(0), apart, *index.stride(),
                 D=rows.shape[1], BLOCK=block, ROWS=tile, ALIGNED=aligned, num_warps=4,
             )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["count", "apart", "index_n"])
-def take_rows_of_kernel(
+def gather_rows_of_kernel(
     address_ptr, which_ptr, first_ptr, index_ptr, out_ptr, count, stride, apart, index_n, index_m,
     D: tl.constexpr, BLOCK: tl.constexpr, ROWS: tl.constexpr, ALIGNED: tl.constexpr,
 ):  # fmt: skip

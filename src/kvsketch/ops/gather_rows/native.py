@@ -19,7 +19,7 @@ def gather_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor
     row_bytes, stride = (number * rows.element_size() for number in (rows.shape[1], rows.stride(0)))
 
     def copy(begin: int, end: int) -> None:
-        program("kvsketch_take_rows")(
+        program("kvsketch_gather_rows")(
             end - begin, index.shape[1], row_bytes, stride, apart, sources.addresses.data_ptr(),
             *(x[begin:].data_ptr() for x in (which, first, index)), *index.stride(), out[begin:].data_ptr(),
         )  # fmt: skip

@@ -14,22 +14,16 @@ import functools
 import torch
 from torch import Tensor
 
+from kvsketch.layer_bytes import QUERY_BITS, query_bytes
 from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded, CodedSlots
 from kvsketch.ops.common.dispatch import implementation
 from kvsketch.ops.common.tensors import block_size
-
-BITS = 3
 
 
 @functools.cache
 def codec_of(size: int) -> Codec:
     """How queries of this size are coded."""
-    return Codec(BITS, block_size(size))
-
-
-def row_bytes(size: int) -> int:
-    """Bytes of a query that waits."""
-    return codec_of(size).code_bytes + STEP_DTYPE.itemsize
+    return Codec(QUERY_BITS, block_size(size))
 
 
 def keep_queries(
@@ -45,10 +39,10 @@ def keep_queries(
     rows, kept, room, wide = held.shape
     if query_heads % heads or kept % heads or not 0 < kept <= query_heads:
         raise ValueError(f"{kept} of {query_heads} queries of a token cannot be kept for {heads} KV heads.")
-    if held.dtype != torch.uint8 or wide != row_bytes(size) or count > room or (pages is None and rows != batch):
+    if held.dtype != torch.uint8 or wide != query_bytes(size) or count > room or (pages is None and rows != batch):
         raise ValueError(
-            f"held must be torch.uint8 [{batch}, H m, {count} or more, {row_bytes(size)}] for queries {list(q.shape)}, "
-            f"got {held.dtype} {list(held.shape)}."
+            f"held must be torch.uint8 [{batch}, H m, {count} or more, {query_bytes(size)}] for queries "
+            f"{list(q.shape)}, got {held.dtype} {list(held.shape)}."
         )
     if at.shape not in ((1,), (batch,)) or any(each is not None and each.shape != (batch,) for each in (pages, counts)):
         raise ValueError(f"at, pages and counts must be [{batch}], got {list(at.shape)}, {pages} and {counts}.")

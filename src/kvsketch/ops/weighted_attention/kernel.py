@@ -3,7 +3,7 @@
 One program reads one contiguous piece (a split) of the slots of one KV head, for all query heads of its group, and
 keeps two running sums for each row; a second one combines the splits (`common/sums.py`). The grid depends on shapes
 alone; `lengths` are read on the device. There is one program for each format: keys and values in the dtype of the
-queries (`plain.py`), and in few bits (`coded.py`).
+queries (`plain.py`), and quantised (`coded.py`).
 
 Where heads differ in size, a work list takes the place of the grid (`common/ragged.py`).
 Legend: rows are the G * N queries of one KV head, head by head; the rest as in the package docstring.

@@ -1,7 +1,7 @@
 #include "common/native.h"
 #include "codec/native.h"
 
-/* Keys or values of slots: as they are, or in few bits around a center (ops/codec). */
+/* Keys or values of slots: as they are, or quantised around a center (ops/codec). */
 typedef struct {
     int64_t size, bits;               /* bits: of a code; FLOAT32 or BFLOAT16: none */
     const char *data;                 /* vectors or codes */

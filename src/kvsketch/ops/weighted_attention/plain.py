@@ -1,4 +1,4 @@
-"""The Triton program that reads keys and values in the dtype of the queries; `coded.py` is its twin for few bits."""
+"""The Triton program that reads keys and values in the dtype of the queries; `coded.py`: quantised ones."""
 
 from __future__ import annotations
 
