@@ -74,16 +74,8 @@ def conversations(records: list[Record]) -> str:
         ]
         for row in sorted(rows, key=lambda row: row["chats"])
     ]  # fmt: skip
-    headings = [
-        "",
-        "chats",
-        "whole run, s",
-        "times fp8",
-        "first turns, s",
-        "first token of a later turn, s",
-        "longest, s",
-    ]
-    return markdown([*headings, "engine start, s"], lines)
+    headings = ["", "chats", "whole run, s", "times fp8", "first turns, s", "first token of a later turn, s"]
+    return markdown([*headings, "longest, s", "engine start, s"], lines)
 
 
 def chats(records: list[Record]) -> list[dict[str, Any]]:
