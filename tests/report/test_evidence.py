@@ -54,11 +54,22 @@ def answers() -> Iterator[Any]:
 def test_how_likely_the_right_choice_is_is_compared_question_by_question() -> None:
     """Of the same questions: the full cache was asked eight, rehearse the first six, where it is .1 nats less sure."""
     own = [
-        made("longbench2", method, budget, text, 0, task="law", score=0.0, expected="A", choice_nll=nll + text)
+        made(
+            "longbench2",
+            method,
+            budget,
+            text,
+            0,
+            task="law",
+            score=0.5,
+            choice_nll=nll + text,
+            expected={"task": f"domain {text}", "answer": "A"},
+        )
         for method, budget, nll, texts in (("full", "", 1.0, 8), ("rehearse", "1/8", 1.1, 6))
         for text in range(texts)
     ]
     table = evidence.tables(evidence.shown(own), docs.BIG, evidence.CHOICES).splitlines()
+    assert "LongBench v2 (8 questions; inconclusive, chance 1.00)" in table[2], "whatever the task, A is right"
     full, rehearse = (line.split(" | ")[3:] for line in table[-2:])
     assert [each.strip(" |") for each in full] == ["4.50", ""]
     assert [each.strip(" |") for each in rehearse] == ["3.60", "+0.100 [+0.100, +0.100]"]

@@ -37,6 +37,7 @@ FULL, OURS = "full", "rehearse"
 SEEDS = ("subgen", "kcenter", "balancekv", "clusterkv", "keyformer")  # of the papers that pages of their own show
 MAPPED = "rehearse:replay=learned"
 # What costs more than another form and answers less, or was not chosen for any share, is in the long tables alone.
+PARTS = ("value_bits", "bits=16", "refit=none", "basis=")  # options of forms that the picture leaves out
 ASIDE = ("replay=sampled", f"{MAPPED}:bits=3", f"{MAPPED}:value_bits=2")
 LOSSES = ("perplexity", "KL")  # tasks of which less is better
 SHORT_HEAD = "share of the full cache's bytes"
@@ -400,9 +401,9 @@ def has_picture(measured: Sequence[Cell], model: str) -> bool:
 def picture(measured: Sequence[Cell], model: str) -> Any | None:
     """Right answers to unseen questions against measured bytes, a panel for each task; None without two points.
 
-    The many forms of the seeds' methods, and those of ours that differ in bits, are in the tables alone.
+    The many forms of the seeds' methods, and those of ours that differ in bits or lack a part, are in the tables alone.
     """
-    in_tables = [is_seed, is_aside, lambda method: "value_bits" in method]
+    in_tables = [is_seed, is_aside, lambda method: any(part in method for part in PARTS)]
     drawn = [c for c in measured if c.task in DRAWN and not any(left_out(c.method) for left_out in in_tables)]
     own = [cell for cell in drawn if cell.model == model and cell.question == "unseen"]
     tasks = sorted({cell.task for cell in own if cell.method != FULL}, key=task_order)

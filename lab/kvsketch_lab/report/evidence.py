@@ -164,8 +164,13 @@ def _chance(records: Sequence[Record]) -> float:
     """The share of the commonest right answer; none of instructions, whose words are drawn for each text."""
     if records[0]["kind"] == "instructions" or len(records) == 1:
         return 0.0
-    commonest = Counter(str(record["data"].get("expected")) for record in records).most_common(1)[0][1]
-    return commonest / len(records)
+    return Counter(map(_expected, records)).most_common(1)[0][1] / len(records)
+
+
+def _expected(record: Record) -> str:
+    """The right answer, without the task that some records name with it."""
+    expected = record["data"].get("expected")
+    return str(expected.get("answer", expected) if isinstance(expected, dict) else expected)
 
 
 def is_telling(full: Cell) -> bool:
