@@ -417,8 +417,10 @@ def test_fit_adds_a_threshold_of_doubt_to_what_a_file_has(tmp_path: Path, monkey
     text = ["fit", folder, "--text", str(tmp_path / "a.txt"), "--tokens", "256", "--length", "256", "--out", str(out)]
     assert run(*text, "--bases-only").exit_code == 0
     told = [Told(n / 20, right=False, full_right=True) for n in range(1, 20)]
-    monkeypatch.setattr(doubt, "ask", lambda *args, **options: told)
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(doubt, "ask", lambda *args, **options: asked.update(options) or told)
     added = run(*text)
+    assert (asked["first"], asked["fewest_lost"]) == (12, 9), "a tenth of 120 pieces, and what a threshold needs"
     assert "threshold of doubt, 0.100, to" in one_line(added.stdout) and "19 were lost, 18 of these" in added.stdout
     identity = kvsketch.CompressedCache(models.load(folder, device="cpu")[0]).identity
     found = fitting.read(out, identity)

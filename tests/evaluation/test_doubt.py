@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
 from kvsketch.compare import doubt
+from kvsketch.doubt_threshold import Told
 from kvsketch.models import texts
 from kvsketch_lab import records
 from kvsketch_lab.evaluation.doubt import DoubtOptions, Doubts
@@ -51,6 +52,25 @@ def test_answers_and_doubts_are_those_of_a_user_who_asks(
     )
     again = doubt.ask(*loaded, [TEXT], methods=[METHOD])
     assert again[4].right and not again[4].lost
+
+
+def test_it_asks_on_until_enough_answers_are_lost(loaded: tuple[Any, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    lost, kept = Told(0.5, right=False, full_right=True), Told(0.1, right=True, full_right=True)
+    each = [[kept, lost], [kept], [lost, lost], [lost]]
+    monkeypatch.setattr(doubt, "_of_piece", lambda model, tokenizer, piece, number, methods: each[number])
+    counted: list[tuple[int, int]] = []
+
+    def asked(first: int | None, fewest: int) -> int:
+        counted.clear()
+        return len(doubt.ask(*loaded, ["piece"] * 4, first=first, fewest_lost=fewest, progress=record_of(counted)))
+
+    assert asked(2, 1) == 3 and counted == [(1, 2), (2, 2)], "one is lost in the first two"
+    assert asked(2, 2) == 5 and counted[-1] == (3, 4)
+    assert asked(2, 9) == asked(None, 0) == 6 and counted[-1] == (4, 4)
+
+
+def record_of(counted: list[tuple[int, int]]) -> Any:
+    return lambda done, of: counted.append((done, of))
 
 
 def test_the_experiment_judges_a_threshold_by_questions_of_its_own(

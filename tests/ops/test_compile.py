@@ -472,7 +472,7 @@ def rows_of_a_step(rows: int) -> None:
     numbers = longs(3, rows)
     with contextlib.suppress(LaunchedTwice):
         fixed_work_list(longs(2, 8 * rows), 4096, Readers(1584, 64))
-    held = zeros(20, H, 200, row_bytes(D), dtype=torch.uint8)
+    held = zeros(20, H, 200, query_bytes(D), dtype=torch.uint8)
     ops.keep_queries(held, normal(rows, HQ, 64, D), numbers[1], H, numbers[0], numbers[2])
 
 

@@ -11,8 +11,10 @@ from kvsketch.cli.generate import file_text
 from kvsketch.cli.options import DeviceOption, DtypeOption
 from kvsketch.cli.output import remarks
 from kvsketch.defaults import CPU_FIT_LENGTH, CPU_FIT_TOKENS, FIT_LENGTH, FIT_TOKENS
-from kvsketch.doubt_threshold import CATCH, DoubtThreshold, chosen, require_catch
+from kvsketch.doubt_threshold import CATCH, DoubtThreshold, chosen, fewest_lost, require_catch
 from kvsketch.plural import counted
+
+MOST_TIMES = 4  # as many questions about doubt, where few answers are lost
 
 
 def fit(
@@ -52,7 +54,11 @@ def fit(
     ] = False,
     doubt_questions: Annotated[
         int,
-        typer.Option(min=0, help="Questions that choose the threshold of doubt: codes hidden in the texts. 0: none."),
+        typer.Option(
+            min=0,
+            help="Questions that choose the threshold of doubt: codes hidden in the texts. Up to "
+            f"{MOST_TIMES} times as many are asked until enough answers are lost to compression. 0: none.",
+        ),
     ] = 120,
     catch: Annotated[
         float, typer.Option(help="Share of the answers lost to compression that the threshold of doubt is to catch.")
@@ -134,9 +140,12 @@ def _threshold(model: Any, tokenizer: Any, whole: list[str], questions: int, cat
     from kvsketch.compare import doubt
     from kvsketch.models.texts import DOORS
 
-    some = doubt.pieces(tokenizer, whole, -(-questions // len(DOORS)))
+    first = -(-questions // len(DOORS))
+    some = doubt.pieces(tokenizer, whole, MOST_TIMES * first)
     with fit_bar("pieces of text") as progress:
-        told = doubt.ask(model, tokenizer, some, progress=progress)
+        told = doubt.ask(
+            model, tokenizer, some, first=first, fewest_lost=fewest_lost(catch), progress=progress
+        )  # fmt: skip
     try:
         return chosen(told, catch, doubt.METHODS)
     except ValueError as error:

@@ -41,14 +41,23 @@ def ask(
     some: Sequence[str],
     *,
     methods: Sequence[str] = METHODS,
+    first: int | None = None,
+    fewest_lost: int = 0,
     progress: Callable[[int, int], None] | None = None,
 ) -> list[Told]:
-    """What compressed caches of pieces of text say of the codes that are hidden in them."""
+    """What compressed caches of pieces of text say of the codes that are hidden in them.
+
+    first: after so many pieces it ends as soon as `fewest_lost` answers are lost; None: all are asked about.
+    progress(pieces, of how many) is called after each.
+    """
     result: list[Told] = []
+    first = len(some) if first is None else first
     for number, piece in enumerate(some):
+        if number >= first and sum(each.lost for each in result) >= fewest_lost:
+            break
         result += _of_piece(model, tokenizer, piece, number, methods)
         if progress is not None:
-            progress(number + 1, len(some))
+            progress(number + 1, first if number < first else len(some))
     return result
 
 
