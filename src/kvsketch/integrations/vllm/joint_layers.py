@@ -493,6 +493,7 @@ class JointLayers:
         tables.clear()
         dtype, most = like.key_slots().dtype, self.method.most_waiting
         # Prompts of whole chunks have no slot that is hidden, and others have: each kind has kernels of its own.
+        assert isinstance(self.method, Rehearse)
         chunk = self.method.chunk
         self._try_a_turn(pool, 0, seen // chunk * chunk if seen % chunk and seen > chunk else seen - 1, dtype)
         self.finish()
