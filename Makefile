@@ -143,27 +143,28 @@ $(STAMP): pyproject.toml lab/pyproject.toml
 	  { echo "kvsketch needs Python 3.11 or newer; name one with: make PYTHON=python3.12"; exit 1; }
 	@echo "Setting up $(VENV); this takes a few minutes, once."
 	$(PYTHON) -m venv $(VENV_OPTIONS) $(VENV)
-	$(BIN)/python -m pip install --quiet --upgrade pip
+	$(BIN)/python -m pip install --quiet --no-compile --upgrade pip
 	$(INSTALL_TORCH)
 	$(BIN)/python -m pip install --quiet --no-compile --editable '.[plot,lm-eval,dev]' --editable lab
 	$(COMPILE)
 	@touch $@
 
-# pip compiles one file after the other, the tests of packages too, and hundreds of models that nobody imports. A file
-# that is no Python 3 is nobody's mistake.
-COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/tests/|/transformers/models/|/pip/' $(VENV)/lib || true
+# pip compiles one file after the other, the tests of packages too, and thousands of files that are hardly imported:
+# Python compiles those when they are. A file that is no Python 3 is nobody's mistake.
+SELDOM := tests|transformers/models|torch/_inductor|torch/testing|anthropic|fontTools|mypy|networkx|nltk|pip|pygments/lexers|setuptools
+COMPILE = $(BIN)/python -m compileall -qq -j 0 -x '/($(SELDOM))/' $(VENV)/lib || true
 
 # A machine without an NVIDIA driver gets a CPU build of torch, so that no CUDA package is fetched: from the package
 # index that pip is set up with or, where that offers CUDA builds only, through uv, which knows PyTorch's CPU builds.
 ifdef TORCH
-INSTALL_TORCH = $(BIN)/python -m pip install --quiet '$(TORCH)'
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet --no-compile '$(TORCH)'
 else ifneq ($(shell command -v nvidia-smi),)
-INSTALL_TORCH = $(BIN)/python -m pip install --quiet torch
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet --no-compile torch
 else ifeq ($(shell uname -s),Linux)
-INSTALL_TORCH = $(BIN)/python -m pip install --quiet 'torch==$(CPU_TORCH)+cpu' 2>/dev/null || \
-	{ $(BIN)/python -m pip install --quiet uv && \
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet --no-compile 'torch==$(CPU_TORCH)+cpu' 2>/dev/null || \
+	{ $(BIN)/python -m pip install --quiet --no-compile uv && \
 	  $(BIN)/uv pip install --quiet --python $(BIN)/python --torch-backend cpu 'torch==$(CPU_TORCH)'; } || \
 	{ echo "No CPU build of torch $(CPU_TORCH) was found. Choose one: make TORCH='torch>=2.11' (may fetch CUDA packages)"; exit 1; }
 else
-INSTALL_TORCH = $(BIN)/python -m pip install --quiet 'torch==$(CPU_TORCH)'
+INSTALL_TORCH = $(BIN)/python -m pip install --quiet --no-compile 'torch==$(CPU_TORCH)'
 endif
