@@ -71,3 +71,8 @@ def test_readme_counts_the_rehearsals() -> None:
     assert [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines] == [
         ["vLLM, bf16 cache", "4.00 GB", "26", "800", "0.9"], ["kvsketch in vLLM", "0.50 GB", "163", "3,000", "0.8"],
     ]  # fmt: skip
+    talk = {"contender": "rehearse:budget=9", "shape": "llama-3.1-8b", "prompt": 9, "turns": 2}
+    talks = [{"kind": "vllm", "data": talk | {"chats": count, "chats_s": 2.0 * count}} for count in (128, 16)]
+    head, _, *told = vllm.short(records + talks, sizes, {"bf16": "0.9", "rehearse": "0.8"}).splitlines()
+    assert "| 128 chats, s | right answers" in head
+    assert "| not measured | 0.9 |" in told[0] and "| 256 | 0.8 |" in told[1]

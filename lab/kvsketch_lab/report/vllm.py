@@ -46,18 +46,23 @@ def documents(records: list[Record]) -> str:
 
 
 def short(records: list[Record], sizes: Any, answers: dict[str, str]) -> str:
-    """README's: memory, users, speed and right answers of vLLM's own caches and of rehearse, each at its best; the
-    speed of rehearse with its rehearsals. `answers` by vLLM's cache, and of `rehearse`.
+    """README's: memory, users, speed, time of the most chats and right answers, of vLLM's own caches and of rehearse,
+    each at its best; the speed of rehearse with its rehearsals. `answers` by vLLM's cache, and of `rehearse`.
     """
-    rows, lines = measured(records), []
+    rows, talks, lines = measured(records), chats(records), []
+    count = max((row["chats"] for row in talks), default=0)
+    seconds = {row["contender"].partition(":")[0]: row["chats_s"] for row in talks if row["chats"] == count}
     ours = next((row["contender"] for row in rows if row["contender"].startswith("rehearse")), "")
     for name in [*OWN, ours]:
         if best := most(rows, name):
             title = OWN.get(name, "kvsketch in vLLM")
             speed = best.get("sustained_per_s", best["tokens_per_s"]) if name == ours else best["tokens_per_s"]
             memory, users = f"{sizes.user_gb(name, best['prompt']):.2f} GB", f"{best['rows_that_fit']:,.0f}"
-            lines.append([title, memory, users, f"{speed:,.0f}", answers[name if name in OWN else "rehearse"]])
-    return markdown(["", "memory of a user", "users that fit", "tokens/s", "right answers"], lines)
+            answered = answers[name if name in OWN else "rehearse"]
+            talk = [_number(seconds.get(name.partition(":")[0]), ".0f")] if talks else []
+            lines.append([title, memory, users, f"{speed:,.0f}", *talk, answered])
+    heads = ["", "memory of a user", "users that fit", "tokens/s", *([f"{count} chats, s"] if talks else [])]
+    return markdown([*heads, "right answers"], lines)
 
 
 def conversations(records: list[Record]) -> str:
