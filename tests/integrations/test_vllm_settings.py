@@ -299,7 +299,9 @@ def test_the_plugin_imports_what_attention_needs_alone() -> None:
         capture_output=True, text=True, check=True,
     ).stdout.split()  # fmt: skip
     rooms = {name.split(".")[1] for name in told if name.startswith("kvsketch.")}
-    assert rooms == {"cache", "compiler", "integrations", "lru", "methods", "ops", "plural", "slots"}
+    assert rooms == {
+        "cache", "compiler", "integrations", "layer_bytes", "lru", "methods", "ops", "plural", "slots"
+    }  # fmt: skip
     files = [name.split(".")[2] for name in told if name.startswith("kvsketch.cache.")]
     assert files == ["document", "rotary"]
     assert not {"transformers", "gguf", "safetensors", "accelerate", "typer", "rich"} & {*told}

@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from kvsketch import CompressedCache, ops, prefill
+from kvsketch import CompressedCache, layer_bytes, ops, prefill
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.methods import waiting
 from kvsketch.methods.allocation import largest
@@ -85,7 +85,7 @@ def test_heads_take_the_bytes_that_they_use(model: Any, text: Any) -> None:
     read(model, cache, *text, PIECES[:1])
     for layer in cache.slot_layers:
         used, layout = layer.table.used_slots(), layer.table.layout
-        assert layout is not None and torch.equal(layout.capacity, used + waiting.ROOM + 1)
+        assert layout is not None and torch.equal(layout.capacity, used + layer_bytes.ROOM + 1)
         assert layer.table.keys.shape == (layout.total, 16)
     assert "to" in cache.describe()
 
@@ -405,7 +405,7 @@ def test_a_stream_holds_the_compressed_past_and_one_chunk(model: Any) -> None:
 
 def test_there_is_a_slot_for_every_token_that_waits(model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Room grows with the text and with what waits; slots and queries must agree on it."""
-    monkeypatch.setattr(waiting, "ROOM", 2)
+    monkeypatch.setattr(layer_bytes, "ROOM", 2)
     ids, mask = zoo.tokens(1, 300), torch.ones(1, 300, dtype=torch.long)
     pieces = [(0, 256), *((i, i + 1) for i in range(256, 280)), (280, 283), *((i, i + 1) for i in range(283, 300))]
     result, full = (
