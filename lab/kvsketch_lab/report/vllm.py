@@ -59,7 +59,8 @@ def short(records: list[Record], sizes: Any, answers: dict[str, str]) -> str:
             speed = best.get("sustained_per_s", best["tokens_per_s"]) if name == ours else best["tokens_per_s"]
             memory, users = f"{sizes.user_gb(name, best['prompt']):.2f} GB", f"{best['rows_that_fit']:,.0f}"
             answered = answers[name if name in OWN else "rehearse"]
-            talk = [_number(seconds.get(name.partition(":")[0]), ".0f")] if talks else []
+            took = seconds.get(name.partition(":")[0])
+            talk = ["" if took is None else f"{took:.0f}"] if talks else []
             lines.append([title, memory, users, f"{speed:,.0f}", *talk, answered])
     heads = ["", "memory of a user", "users that fit", "tokens/s", *([f"{count} chats, s"] if talks else [])]
     return markdown([*heads, "right answers"], lines)
