@@ -104,15 +104,21 @@ class Pretended:
         return outputs
 
 
-@pytest.mark.parametrize("contender", ["fp8", METHOD])
-def test_questions_follow_the_texts_that_were_read(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def pretending(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    """An engine without vLLM, which finds 50 tokens of each prompt."""
     params = lambda **given: SimpleNamespace(**given)  # noqa: E731
     monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))  # type: ignore[arg-type]
     kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=0))
     monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # type: ignore[arg-type]
     engine = Engine.__new__(Engine)
-    engine.job = Job(contender=contender, prompts=(50,), texts=2, questions=3, new=5, answer=4)
     engine.random, engine.vocabulary, engine.engine = random.Random(0), 100, Pretended(50)
+    return engine
+
+
+@pytest.mark.parametrize("contender", ["fp8", METHOD])
+def test_questions_follow_the_texts_that_were_read(contender: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = pretending(monkeypatch)
+    engine.job = Job(contender=contender, prompts=(50,), texts=2, questions=3, new=5, answer=4)
     told = engine.asked()
     asked = engine.engine.asked
     assert len(asked) == 2 + 2 * 3 and told["found"] == 6 * 50
@@ -164,13 +170,8 @@ def test_chats_of_each_number_are_rows_of_one_engine(monkeypatch: pytest.MonkeyP
 
 
 def test_chats_go_on_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:
-    params = lambda **given: SimpleNamespace(**given)  # noqa: E731
-    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=params))  # type: ignore[arg-type]
-    kinds = SimpleNamespace(RequestOutputKind=SimpleNamespace(DELTA=0))
-    monkeypatch.setitem(sys.modules, "vllm.sampling_params", kinds)  # type: ignore[arg-type]
-    engine = Engine.__new__(Engine)
+    engine = pretending(monkeypatch)
     engine.job = Job(contender="fp8", prompts=(50,), chats=(2, 3), turns=2, new=5, answer=4)
-    engine.random, engine.vocabulary, engine.engine = random.Random(0), 100, Pretended(50)
     engine.rows_that_fit = lambda: 9.0  # type: ignore[method-assign]
     told = [*engine.measured()]
     assert [row["chats"] for row in told] == [2, 3]
