@@ -33,7 +33,7 @@ demo: $(STAMP)
 # One thread per test process: two processes with two threads each fight over two cores.
 test: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest --disable-warnings -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 test-thorough:
 	$(MAKE) --no-print-directory test ARGS='-m "thorough or not thorough" $(ARGS)'
@@ -54,7 +54,7 @@ test-as-%: $(STAMP)
 	$(BIN)/kvsketch models pull smollm2-135m
 	KVSKETCH_NAN=1 OMP_NUM_THREADS=$(word 2,$(subst -, ,$*)) OMP_WAIT_POLICY=passive \
 	env $(patsubst ATEN_CPU_CAPABILITY=native,-u ATEN_CPU_CAPABILITY,ATEN_CPU_CAPABILITY=$(word 1,$(subst -, ,$*))) \
-	$(BIN)/python -m pytest -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest --disable-warnings -n $(JOBS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 # Side by side: the linters use one core, and the tests take longest, so that their summary ends the output.
 check: $(STAMP)

@@ -28,7 +28,9 @@ from tests.helpers.serving import started
 
 SIZE = 10**6
 LONG = "x" * SIZE
-SOON = 1.0  # second of this process's own time: the machine may be busy with others
+# Seconds of this process's own time: the machine may be busy with others. What is read in one go takes a third of one;
+# what grows with the square of a text takes minutes.
+SOON = 10.0
 ASK = {"role": "user", "content": "Why?"}
 SAID = {"role": "assistant", "content": "So."}
 
