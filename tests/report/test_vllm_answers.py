@@ -43,6 +43,13 @@ def test_readme_has_the_answers_of_vllm_where_there_are_records() -> None:
     assert vllm_answers.in_readme(both("vllm-bf16"), MODEL, SHORT)["bf16"] == "0.90 / 0.90"
 
 
+def test_readme_says_which_answers_were_given_in_vllm() -> None:
+    some = both("vllm-fp8") + both("vllm-full:bits=4") + list(made("vllm-bf16"))
+    assert vllm_answers.where_asked(some, MODEL).startswith("The answers of fp8 are [vLLM's]")
+    assert " bf16 and fp8 are " in vllm_answers.where_asked(both("vllm-fp8") + both("vllm-bf16"), MODEL)
+    assert vllm_answers.where_asked([], MODEL) == ""
+
+
 @pytest.mark.parametrize(
     "others",
     [

@@ -46,10 +46,21 @@ def in_readme(records: Iterable[Record], model: str, short: dict[str, str]) -> d
     those of the full cache on transformers, which `short` holds beside those of `rehearse`.
     """
     result = dict.fromkeys(OWN, NO_RECORD) | {REFERENCE: short[FULL], OURS: short[OURS]}
-    for name, own in measured(records, model).items():
-        if name in OWN and all(task in own for task in SHORT):
-            result[name] = " / ".join(f"{estimate_of(own[task]).value:.2f}" for task in SHORT)
+    for name, own in _asked_everything(records, model).items():
+        result[name] = " / ".join(f"{estimate_of(own[task]).value:.2f}" for task in SHORT)
     return result
+
+
+def where_asked(records: Iterable[Record], model: str) -> str:
+    """Which of the answers in README's table were given in vLLM; empty: none."""
+    names = " and ".join(_asked_everything(records, model))
+    return names and f"The answers of {names} are [vLLM's](docs/vllm.md#right-answers), the others transformers'."
+
+
+def _asked_everything(records: Iterable[Record], model: str) -> dict[str, ByTask]:
+    """vLLM's own caches that were asked all tasks of README's table."""
+    own = measured(records, model)
+    return {name: own[name] for name in OWN if all(task in own.get(name, {}) for task in SHORT)}
 
 
 def table(records: Iterable[Record], eval_records: Iterable[Record], model: str) -> str:
