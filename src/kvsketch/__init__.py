@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from kvsketch import methods, models, ops
-    from kvsketch.cache.compaction import Span
     from kvsketch.cache.compressed import CompressedCache
     from kvsketch.cache.patches import uninstall
+    from kvsketch.cache.replay.compaction import Span
     from kvsketch.cache.sessions import use
     from kvsketch.cache.streaming import prefill
     from kvsketch.decode.asking import ask, read
@@ -42,7 +42,7 @@ __all__ = [
 _MODULE_OF = {
     "CompressedCache": "kvsketch.cache.compressed",
     "METHODS": "kvsketch.methods",
-    "Span": "kvsketch.cache.compaction",
+    "Span": "kvsketch.cache.replay.compaction",
     "ask": "kvsketch.decode.asking",
     "generate": "kvsketch.decode.captured",
     "methods": "kvsketch.methods",

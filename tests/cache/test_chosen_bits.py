@@ -12,7 +12,8 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.cache import fitting, memory
+from kvsketch.cache import memory
+from kvsketch.cache.replay import fitting
 from kvsketch.integrations.vllm import settings
 from kvsketch.methods import parse_method
 from kvsketch.methods.bits import WORTH, dearest, note_rounding

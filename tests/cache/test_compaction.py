@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import CompressedCache, prefill
-from kvsketch.cache.compaction import Span
+from kvsketch.cache.replay.compaction import Span
 from kvsketch.methods import parse_method
 from kvsketch.methods.waiting import Waiting
 from kvsketch.slots import packing

@@ -16,9 +16,10 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch import CompressedCache, prefill
-from kvsketch.cache import fitting, learning
-from kvsketch.cache.fitting import Learned
+from kvsketch.cache import learning
 from kvsketch.cache.overview import overview
+from kvsketch.cache.replay import fitting
+from kvsketch.cache.replay.fitting import Learned
 from kvsketch.cache.saving import sealed_file
 from kvsketch.doubt_threshold import DoubtThreshold
 from kvsketch.methods import parse_method

@@ -11,8 +11,8 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.cache import probes
-from kvsketch.cache.probes import ANSWER, BEFORE, KEY, LENGTH, LOOKUPS, PASSAGES, Probes
+from kvsketch.cache.replay import probes
+from kvsketch.cache.replay.probes import ANSWER, BEFORE, KEY, LENGTH, LOOKUPS, PASSAGES, Probes
 from tests.helpers import zoo
 
 SIZES = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16}

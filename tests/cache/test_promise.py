@@ -15,8 +15,8 @@ from torch import Tensor
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.cache import promise
-from kvsketch.cache.probes import Answers, Probes
+from kvsketch.cache.replay import promise
+from kvsketch.cache.replay.probes import Answers, Probes
 from kvsketch.decode import shared
 from tests.helpers import zoo
 

@@ -24,7 +24,7 @@ from typer.testing import CliRunner
 
 import kvsketch
 from kvsketch import environment, models
-from kvsketch.cache import fitting
+from kvsketch.cache.replay import fitting
 from kvsketch.cli import app, main
 from kvsketch.cli.boundary import one_line
 from kvsketch.cli.generate import DocumentAndPrompt, read_request

@@ -12,7 +12,8 @@ import torch
 from typer.testing import CliRunner
 
 from kvsketch import CompressedCache, models, prefill
-from kvsketch.cache import fitting, learning
+from kvsketch.cache import learning
+from kvsketch.cache.replay import fitting
 from kvsketch.cli import app, first_fit
 from kvsketch.cli.boundary import one_line
 from kvsketch.cli.options import Fit

@@ -10,7 +10,7 @@ import torch
 
 import kvsketch
 from kvsketch.cache import rotary
-from kvsketch.cache.repetition import repeats
+from kvsketch.methods.replay import repeats
 
 # Methods for which forwards of the model are enough, without `cache.replay`.
 FED = {name: method for name, method in kvsketch.METHODS.items() if not repeats(method())}

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import LlamaConfig
 
-from kvsketch.cache import fitting
 from kvsketch.cache.memory import in_tokens
+from kvsketch.cache.replay import fitting
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.integrations.vllm import register
 from kvsketch.integrations.vllm.settings import (

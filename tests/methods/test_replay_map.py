@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import CompressedCache, prefill
-from kvsketch.cache import fitting
+from kvsketch.cache.replay import fitting
 from kvsketch.methods import replay_map
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.replay import Piece, Replay, pieces_of, positions_of

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import kvsketch
-from kvsketch.cache.compaction import Span
+from kvsketch.cache.replay.compaction import Span
 from kvsketch.serve.chats import CHAT, Chats, common
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Compaction, Request

@@ -12,8 +12,8 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
-from kvsketch.cache import fitting
-from kvsketch.cache.fitting import Learned
+from kvsketch.cache.replay import fitting
+from kvsketch.cache.replay.fitting import Learned
 from kvsketch.doubt_threshold import DoubtThreshold
 from tests.helpers.tiny import save_tiny_model
 

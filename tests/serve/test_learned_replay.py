@@ -12,7 +12,7 @@ for package in ("starlette", "prometheus_client", "uvicorn"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
 
 from kvsketch import CompressedCache, models  # noqa: E402
-from kvsketch.cache import fitting  # noqa: E402
+from kvsketch.cache.replay import fitting  # noqa: E402
 from kvsketch.methods.replay_map import ReplayMap  # noqa: E402
 from kvsketch.serve import server  # noqa: E402
 from tests.helpers.serving import settled  # noqa: E402

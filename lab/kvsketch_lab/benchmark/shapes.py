@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from kvsketch import models, prefill
-from kvsketch.cache import fitting, repetition
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.replay import fitting, repetition
 from kvsketch.methods import Method, parse_method
 from kvsketch.methods.rehearse import LEARNED, Rehearse
 from kvsketch.methods.waiting import WaitingMethod

@@ -22,8 +22,8 @@ from typing import Any
 
 from rich.console import Console
 
-from kvsketch.cache import fitting
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.replay import fitting
 from kvsketch.compare.budgets import UNITS
 from kvsketch.decode.asking import document_ids
 from kvsketch.doubt_threshold import DoubtThreshold, Told, outcome

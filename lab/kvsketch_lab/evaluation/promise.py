@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.probes import Probes
+from kvsketch.cache.replay.probes import Probes
 from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import chat_frame, document_ids, repeat_instruction
 from kvsketch_lab.evaluation import haystack, text_kinds

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.repetition import repeats
 from kvsketch.compare import budgets
 from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.decode.asking import chat_frame, repeat_instruction
 from kvsketch.methods import parse_method
+from kvsketch.methods.replay import repeats
 from kvsketch.models import encode_chat
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, cache_seed, end_tokens, failure
 from kvsketch_lab.evaluation.prefill import rows_that_fit, streamed_prefill

@@ -20,16 +20,12 @@ latent.py       multi-head latent attention: slots of latent vectors
 families.py     adapters for families that bypass seam 2
 rotary.py       angles of a model's rotary embedding
 streaming.py    how a prompt gets in: whole or chunk by chunk, by itself or under generate
-compaction.py   spans of a text that are rehearsed where they lie
-repetition.py   the model repeats a text, for methods that choose by that
 doubt.py        how unsure the model was of an answer
+replay/         what one kind of methods asks for: the model reads its text again, spans compressed in place, promises
 learning.py     what a model learns once from texts: directions and maps
-fitting.py      maps of a model that stand for a repetition
 text.py         what was read, as a checksum
 sessions.py     `use`, for callers that cannot pass a cache
 memory.py       bytes that a cache takes, and a budget from bytes
-promise.py      the smallest cache from which the model still says its text
-probes.py       passages and lookups that test it
 overview.py     what a cache holds, in five lines
 saving/         caches as checked files
 patches.py      wrappers around functions of other libraries, and how they go

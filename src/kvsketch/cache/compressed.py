@@ -17,14 +17,11 @@ from transformers import Cache, PretrainedConfig
 
 from kvsketch.cache import (
     attention,
-    compaction,
     continuing,
     families,
-    fitting,
     interrupted,
     making,
     overview,
-    repetition,
     rollback,
     saving,
     streaming,
@@ -32,10 +29,11 @@ from kvsketch.cache import (
 from kvsketch.cache import memory as memory_sizes
 from kvsketch.cache.checks import require_finite
 from kvsketch.cache.chunks import require_one_chunk, require_stream
-from kvsketch.cache.compaction import Span
 from kvsketch.cache.doubt import Doubt
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.promise import Promise
+from kvsketch.cache.replay import compaction, fitting, repetition
+from kvsketch.cache.replay.compaction import Span
+from kvsketch.cache.replay.promise import Promise
 from kvsketch.cache.saving.model_identity import ModelIdentity
 from kvsketch.cache.text import ReadBehind, TextRead
 from kvsketch.defaults import CHUNK, SEED

@@ -23,9 +23,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from kvsketch.cache import fitting, latent
+from kvsketch.cache import latent
 from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.fitting import QUERIES, SCORES, Learned
+from kvsketch.cache.replay import fitting
+from kvsketch.cache.replay.fitting import QUERIES, SCORES, Learned
 from kvsketch.cache.saving import sealed_file
 from kvsketch.cache.streaming import prefill
 from kvsketch.methods import replay_map

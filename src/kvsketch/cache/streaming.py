@@ -28,7 +28,7 @@ from kvsketch.cache import interrupted, masks, rollback
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.continuing import require_visible
 from kvsketch.cache.patches import Patch
-from kvsketch.cache.repetition import repeats
+from kvsketch.methods.replay import repeats
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.tensors import plain
 

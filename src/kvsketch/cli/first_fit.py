@@ -18,8 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache import fitting, learning
+from kvsketch.cache import learning
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.replay import fitting
 from kvsketch.cache.streaming import prefill
 from kvsketch.cli.options import Fit
 from kvsketch.cli.output import megabytes, remarks

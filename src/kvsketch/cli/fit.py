@@ -77,7 +77,7 @@ def fit(
     """
     import kvsketch
     from kvsketch import models
-    from kvsketch.cache import fitting
+    from kvsketch.cache.replay import fitting
     from kvsketch.cli.first_fit import learned_to_file, own_texts
     from kvsketch.models import fit_texts
     from kvsketch.models.files import locked
@@ -124,7 +124,7 @@ def fit(
 
 def _known(path: Path, cache: Any, again: bool) -> Any:
     """What the file of a model has; with `again` one that cannot be read has nothing."""
-    from kvsketch.cache import fitting
+    from kvsketch.cache.replay import fitting
 
     try:
         return fitting.read(path, cache.identity)

@@ -23,12 +23,12 @@ from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.doubt import Doubt
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.overview import full_bytes
-from kvsketch.cache.repetition import repeats
 from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler
 from kvsketch.defaults import SEED
 from kvsketch.methods.base import Method
 from kvsketch.methods.full import Full
+from kvsketch.methods.replay import repeats
 from kvsketch.slots.table import SlotTable
 from kvsketch.slots.tensors import plain
 

@@ -11,13 +11,12 @@ from torch import Tensor
 from kvsketch.methods.budget import Size
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.parameters import option
-from kvsketch.methods.replay import Piece, Replay, pieces_of
-from kvsketch.methods.waiting import WaitingMethod
+from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, pieces_of
 from kvsketch.slots.table import SlotTable
 
 
 @dataclass(frozen=True)
-class KVzip(WaitingMethod):
+class KVzip(ReplayedMethod):
     """Keeps the tokens that the model attends to when it repeats the text; one budget for all heads.
 
         score(j) = max over the tokens i of the repetition, and the query heads of the group, of
@@ -36,7 +35,6 @@ class KVzip(WaitingMethod):
     family: ClassVar[str] = "evict"
     paper: ClassVar[str] = "arXiv 2505.23416"
     look: ClassVar[tuple[str, ...]] = ("#7a5200", "X")
-    repeats: ClassVar[bool] = True
 
     recent: Size | int | str = 0
     chunk: int = option(2048, "tokens that are compressed together")
@@ -51,6 +49,10 @@ class KVzip(WaitingMethod):
     def declared(self) -> Capabilities:
         repeats = no("the model repeats every prompt in a second forward, which vLLM does not do; use rehearse")
         return replace(super().declared, latent=SUPPORTED, vllm=repeats)
+
+    @property
+    def repeats(self) -> bool:
+        return True
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
         """A prompt waits until the model has repeated it; generated tokens until they are enough for a replay."""

@@ -106,7 +106,7 @@ class Parameters:
         )
 
     def with_bases(self, learned: Bases) -> Self:
-        """The method with the bases of a model, as far as it asks for them (`cache.fitting`)."""
+        """The method with the bases of a model, as far as it asks for them (`cache.replay.fitting`)."""
         return dataclasses.replace(self, bases=learned if self.basis == LEARNED else Bases(learned.keys, {}))
 
     @classmethod

@@ -3,7 +3,7 @@
 score(j) = max over the queries i of the repetition, and the query heads of the group, of
            softmax(scale <q_i, k_j>) over the chunk, the sinks and the repetition up to i
 
-exact      the model repeats the text in a second forward (`cache.repetition`), as in KVzip (arXiv 2505.23416)
+exact      the model repeats the text in a second forward (`cache.replay.repetition`), as in KVzip (arXiv 2505.23416)
 virtual    queries of the text are rotated to the positions of a repetition, which rotary embeddings allow; no
            forward is needed
 learned    a map that was fitted on other texts (`replay_map`, `kvsketch fit`) makes real scores of virtual ones
@@ -12,18 +12,20 @@ learned    a map that was fitted on other texts (`replay_map`, `kvsketch fit`) m
 from __future__ import annotations
 
 import itertools
+from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods import replay_map
+from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Tokens
 from kvsketch.methods.replay_map import ReplayMap
-from kvsketch.methods.waiting import Waiting, newest, newest_slots, own_sinks
+from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots import packing
 from kvsketch.slots.table import SlotTable
@@ -148,6 +150,37 @@ class Replay:
             and (weights := self.learned.scores_of(table.context.layer_idx, slots.device)) is not None
         ):
             state.score.scatter_(2, slots, replay_map.predicted(self.features(table), weights))
+
+
+@dataclass(frozen=True)
+class ReplayedMethod(WaitingMethod):
+    """A method that scores tokens by a replay, for which the model may have to read the text again (`cache.replay`)."""
+
+    @property
+    @abstractmethod
+    def repeats(self) -> bool:
+        """Whether the model repeats a prompt in a second forward, or parts of it for a promise."""
+
+    @property
+    def promises(self) -> bool:
+        """Whether it keeps a promised loss in place of a budget (`cache.replay.promise`)."""
+        return False
+
+    @abstractmethod
+    def pieces(self, tokens: int, most: int) -> list[Piece]:
+        """What the model repeats of so many tokens; whole chunks have at most `most`."""
+
+    @abstractmethod
+    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
+        """Takes note of a piece that the model has repeated, with these queries and keys [B, H, m, D].
+
+        Keys of what was said before the piece stand in front of its own.
+        """
+
+
+def repeats(method: Method) -> TypeGuard[ReplayedMethod]:
+    """Whether the model repeats a prompt for this method, in a second forward."""
+    return isinstance(method, ReplayedMethod) and method.repeats
 
 
 def pieces_of(tokens: int, chunk: int) -> list[Piece]:

@@ -135,7 +135,7 @@ class Queue:
         first = table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
         return first and not self.method.told and table.forward.appended > 1 and self.count >= least
 
-    # tokens that the model repeats (`cache.repetition`)
+    # tokens that the model repeats (`cache.replay.repetition`)
 
     @property
     def unreplayed(self) -> int:
@@ -281,11 +281,6 @@ class WaitingMethod(BudgetedMethod):
     @abstractmethod
     def score(self, table: SlotTable, queries: Tensor) -> None:
         """Scores the tokens of these queries [B, Hq, n, D], the newest (`Waiting.note`)."""
-
-    @property
-    def promises(self) -> bool:
-        """Whether it keeps a promised loss in place of a budget (`cache.promise`)."""
-        return False
 
     def room_behind(self, settled: int, waiting: int = 0) -> int:
         """New tokens that room is made for at a time."""

@@ -24,8 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compaction import Span
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.replay.compaction import Span
 from kvsketch.cache.streaming import read_chunks
 from kvsketch.lru import LRU
 from kvsketch.serve.caches import WatchedCache

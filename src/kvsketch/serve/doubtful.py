@@ -19,8 +19,8 @@ from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
-from kvsketch.cache import fitting
 from kvsketch.cache.compressed import CompressedCache
+from kvsketch.cache.replay import fitting
 from kvsketch.serve.caches import WHOLE
 from kvsketch.serve.documents import DocumentStore
 from kvsketch.serve.engine import BatchedEngine

@@ -17,8 +17,8 @@ from uuid import uuid4
 from kvsketch.slots.codes import NotFinite
 
 if TYPE_CHECKING:
-    from kvsketch.cache.compaction import Span
     from kvsketch.cache.compressed import CompressedCache
+    from kvsketch.cache.replay.compaction import Span
     from kvsketch.serve.grammar import Guide
 
 FinishReason = Literal["stop", "length", "cancelled", "error"]

@@ -12,7 +12,7 @@ from bisect import bisect_left, bisect_right
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from kvsketch.cache.compaction import Span
+from kvsketch.cache.replay.compaction import Span
 from kvsketch.methods.budget import Size
 from kvsketch.serve.text import Template
 from kvsketch.serve.tools import Message

@@ -48,7 +48,7 @@ def _with_maps(method: BudgetedMethod, model: Any) -> BudgetedMethod:
     """The method with the maps that it names; ValueError, in one line, for those of a model of another shape."""
     if getattr(method, "replay", None) != LEARNED:
         return method
-    from kvsketch.cache.fitting import with_learned
+    from kvsketch.cache.replay.fitting import with_learned
     from kvsketch.cache.saving.model_identity import ModelIdentity
 
     learned = with_learned(method, ModelIdentity(model, model), None)

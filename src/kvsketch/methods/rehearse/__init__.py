@@ -18,11 +18,10 @@ from kvsketch.methods.parameters import carried, option
 from kvsketch.methods.rehearse.compacting import TokenRange, chosen, settle_behind, undecided
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
 from kvsketch.methods.rehearse.refit import queries_of
-from kvsketch.methods.replay import Piece, Replay, equal_chunks, first_keys, pieces_of
+from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, equal_chunks, first_keys, pieces_of
 from kvsketch.methods.replay_map import ReplayMap
 from kvsketch.methods.waiting import (
     Waiting,
-    WaitingMethod,
     at_newest,
     newest,
     newest_slots,
@@ -54,7 +53,7 @@ def with_replay(text: str, method: Method, replay: str) -> Method:
 
 
 @dataclass(frozen=True)
-class Rehearse(WaitingMethod):
+class Rehearse(ReplayedMethod):
     """Keeps the tokens that the text itself would attend to if it were read again, and refits their weights and values.
 
     Chunk by chunk, after all layers have read the tokens:
@@ -157,7 +156,6 @@ class Rehearse(WaitingMethod):
 
     @property
     def repeats(self) -> bool:
-        """Whether the model repeats a prompt in a second forward (`cache.repetition`), or parts of it for a promise."""
         return self.replay == EXACT or self.promises
 
     @property
@@ -170,7 +168,7 @@ class Rehearse(WaitingMethod):
         return Replay(self.chunk, self.sinks, queries, self.learned)
 
     def with_map(self, learned: ReplayMap) -> Self:
-        """The method with the maps of a model (`cache.fitting`)."""
+        """The method with the maps of a model (`cache.replay.fitting`)."""
         return replace(self, learned=learned)
 
     def compress(self, table: SlotTable, queries: Tensor) -> None:
@@ -180,11 +178,9 @@ class Rehearse(WaitingMethod):
             self.score(table, queries)
 
     def pieces(self, tokens: int, most: int) -> list[Piece]:
-        """What the model repeats of so many tokens, at most `most` at a time."""
         return pieces_of(tokens, min(self.chunk, most)) if self.replay == EXACT else []
 
     def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
-        """The model has repeated a piece, with these queries and keys [B, H, m, D]."""
         self.replayer(table).exact(table, queries, copies, piece.tokens)
 
     def score(self, table: SlotTable, queries: Tensor) -> None:

@@ -12,48 +12,23 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any, Protocol, TypeGuard, runtime_checkable
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from kvsketch.cache import probes, promise, rollback, rotary
+from kvsketch.cache import rollback, rotary
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
-from kvsketch.methods.base import Method
-from kvsketch.methods.replay import Piece
-from kvsketch.methods.waiting import Queue, newest, newest_slots
-from kvsketch.slots.table import SlotTable
+from kvsketch.cache.replay import probes, promise
+from kvsketch.methods.replay import Piece, ReplayedMethod, repeats
+from kvsketch.methods.waiting import newest, newest_slots
 from kvsketch.slots.tensors import plain
 
 if TYPE_CHECKING:
     from kvsketch.cache.compressed import CompressedCache
 
 BEFORE = 8  # tokens before a chunk that are said again, so that the model knows where to go on
-
-
-@runtime_checkable
-class RepeatingMethod(Protocol):
-    """A method for which the model can repeat what it has read."""
-
-    @property
-    def repeats(self) -> bool: ...
-    @property
-    def promises(self) -> bool: ...
-    def queue(self, table: SlotTable) -> Queue: ...
-    def pieces(self, tokens: int, most: int) -> list[Piece]:
-        """What the model repeats of so many tokens; whole chunks have at most `most`."""
-
-    def learn(self, table: SlotTable, queries: Tensor, copies: Tensor, piece: Piece) -> None:
-        """Takes note of a piece that the model has repeated, with these queries and keys [B, H, m, D].
-
-        Keys of what was said before the piece stand in front of its own.
-        """
-
-
-def repeats(method: Method) -> TypeGuard[RepeatingMethod]:
-    """Whether the model repeats a prompt for this method, in a second forward."""
-    return isinstance(method, RepeatingMethod) and method.repeats
 
 
 @torch.no_grad()
@@ -87,9 +62,7 @@ def repeat(cache: CompressedCache, model: Any, input_ids: Tensor, instruction: T
 
 
 @torch.no_grad()
-def say_again(
-    cache: CompressedCache, method: RepeatingMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]
-) -> bool:
+def say_again(cache: CompressedCache, method: ReplayedMethod, model: Any, ids: Tensor, pieces: Sequence[Piece]) -> bool:
     """Lets the model repeat pieces of its text `ids` [B, n], the next that the method learns.
 
     False, and nothing is said, where the model has no positions for that behind the text.
@@ -107,7 +80,7 @@ def say_again(
     return True
 
 
-def _say(cache: CompressedCache, method: RepeatingMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
+def _say(cache: CompressedCache, method: ReplayedMethod, model: Any, said: Tensor, ids: Tensor, piece: Piece) -> None:
     """One forward of which nothing stays; the method learns the piece."""
     spoken = torch.cat([said, ids[:, max(0, piece.begin - BEFORE) : piece.end]], 1)
     layers, count = cache.slot_layers, spoken.shape[1]

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.cache.memory import stored_bytes
-from kvsketch.cache.probes import Answers, Probes, surprise
+from kvsketch.cache.replay.probes import Answers, Probes, surprise
 from kvsketch.methods.allocation import winners
 from kvsketch.methods.base import Method
 from kvsketch.methods.waiting import at_newest, newest_slots

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch.cache import rollback
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.cache.repetition import say_again
+from kvsketch.cache.replay.repetition import say_again
 from kvsketch.methods.budget import Size
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.compacting import TokenRange, undecided
