@@ -131,7 +131,7 @@ def code_rows(table: SlotTable, rows: Tensor) -> None:
         pack(table, layout.capacity)
 
 
-def open_rows(table: SlotTable, rows: Sequence[int]) -> Tensor:
+def exact_rows(table: SlotTable, rows: Sequence[int]) -> Tensor:
     """Which of these rows are exact yet (synchronises with the GPU)."""
     is_open = _open(_first(table), table.real_tokens()).flatten().tolist()
     return torch.tensor([row for row in rows if is_open[row]], dtype=torch.int64, device=table.device)

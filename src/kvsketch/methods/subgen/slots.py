@@ -105,7 +105,7 @@ def rewrite(
         outgrown = [
             row for row, (pad, size) in enumerate(zip(padding, budgets, strict=True)) if table.seen - pad > size
         ]
-        short_rows.code_rows(table, short_rows.open_rows(table, outgrown))
+        short_rows.code_rows(table, short_rows.exact_rows(table, outgrown))
     tokens = exact_tokens(table, layout)
     batch, heads = tokens.keys.shape[:2]
     device = tokens.keys.device
