@@ -36,6 +36,7 @@ EXPERIMENTS = {
     "concentration": "How few tokens attention goes to, where they are and for how long they matter.",
     "bits": "Quantised keys and values: error, divergence, bytes, time; ours, QuantizedCache and fp8.",
     "promise": "Whether the limit of rehearse:loss holds, on other passages and for answers.",
+    "facts": "Facts of texts of seven kinds, asked for after compression, with the likelihood of right answers.",
     "doubt": "Whether a threshold of doubt finds lost answers, and what asking them again costs.",
     "agents": "A long run of an agent: spans compacted in place, the full cache, and summaries.",
     "bfcl": "Function calls in multi-turn chats: bfcl-eval's cases, with the caches of `agents`.",

@@ -25,9 +25,7 @@ from rich.console import Console
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.replay import fitting
 from kvsketch.compare.budgets import UNITS
-from kvsketch.decode.asking import document_ids
 from kvsketch.doubt_threshold import DoubtThreshold, Told, outcome
-from kvsketch_lab.evaluation import haystack, text_kinds
 from kvsketch_lab.evaluation.experiment import (
     Cell,
     budgets_option,
@@ -35,25 +33,21 @@ from kvsketch_lab.evaluation.experiment import (
     model_option,
     text_sha256,
 )
+from kvsketch_lab.evaluation.facts import FactOptions
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions, chat_question
 from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import option
 from kvsketch_lab.records import FAILED
 
 FULL = "full"
-MOST_FACTS = 2000
 
 
 @dataclass
-class DoubtOptions(QuestionOptions):
+class DoubtOptions(FactOptions, QuestionOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
     methods: str = methods_option("full,rehearse")
     budgets: str = budgets_option("1/8,1/16")
     budgets_in: str = option("bytes", "what is equal across methods", choices=UNITS)
-    kinds: tuple[str, ...] = option("all", "kinds of texts, comma-separated", choices=("all", *text_kinds.KINDS))
-    texts: int = option(4, "texts of each kind and seed", least=1)
-    tokens: int = option(2048, "tokens of a text", least=128)
-    questions: int = option(8, "facts of each text that are asked for", least=1)
     threshold: float | None = option(None, "doubt from which an answer is asked again; what kvsketch fit chose")
 
 
@@ -68,7 +62,7 @@ class Doubts(QuestionExperiment):
         if options.threshold is not None:
             DoubtThreshold(options.threshold, 0.5)  # it is from 0 to 1
         self.threshold: float | None = options.threshold
-        self.made = cache(self._made)
+        self.made = cache(lambda kind, seed, text: options.made(self.tokenizer, kind, seed, text))
 
     def open(self) -> None:
         super().open()
@@ -82,29 +76,10 @@ class Doubts(QuestionExperiment):
                 )
             self.threshold = round(found.value, 4)
 
-    @property
-    def kinds(self) -> list[str]:
-        wanted = self.options.kinds
-        return [*text_kinds.KINDS] if "all" in wanted else [*wanted]
-
     def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         options = self.options
-        for kind, text, number in product(self.kinds, range(options.texts), range(options.questions)):
+        for kind, text, number in product(options.chosen_kinds, range(options.texts), range(options.questions)):
             yield f"kind={kind} text={text} question={number}", {"text_kind": kind, "tokens": options.tokens}
-
-    def _made(self, kind: str, seed: int, number: int) -> text_kinds.Text:
-        """The text with as many facts as fit."""
-
-        def tokens(facts: int) -> int:
-            return document_ids(self.tokenizer, text_kinds.make(kind, seed, number, facts).text).shape[1]
-
-        facts = haystack.most_that_fit(MOST_FACTS, tokens, self.options.tokens)
-        if facts < self.options.questions:
-            raise ValueError(
-                f"--tokens {self.options.tokens} hold {facts} facts of {kind}, and --questions "
-                f"{self.options.questions} asks for more; use more tokens, or fewer questions"
-            )
-        return text_kinds.make(kind, seed, number, facts)
 
     def ask(self, cell: Cell) -> Question:
         made = self.made(cell["text_kind"], cell.seed, int(cell.parts["text"]))

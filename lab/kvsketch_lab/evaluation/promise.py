@@ -16,7 +16,6 @@ facts are asked for.
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,34 +27,25 @@ from torch import Tensor
 from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.replay.probes import Probes
 from kvsketch.cache.streaming import prefill
-from kvsketch.decode.asking import chat_frame, document_ids, repeat_instruction
-from kvsketch_lab.evaluation import haystack, text_kinds
+from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
+from kvsketch_lab.evaluation.facts import FactOptions, told
 from kvsketch_lab.options import option
 
 Data = dict[str, Any]
-MOST_FACTS = 2000
 
 
 @dataclass
-class PromiseOptions(ExperimentOptions):
+class PromiseOptions(FactOptions, ExperimentOptions):
     model: str = model_option("qwen2.5-coder-0.5b")
     methods: str = methods_option("rehearse:loss=5%")
-    kinds: tuple[str, ...] = option("all", "kinds of texts, comma-separated", choices=("all", *text_kinds.KINDS))
-    texts: int = option(4, "texts of each kind and seed", least=1)
     tokens: int = option(2048, "tokens of a text", least=256)
-    questions: int = option(8, "facts of each text that are asked for", least=1)
 
 
 class Promises(Experiment):
     name, metric, rows, by = "promise", "kept", ("method",), "text_kind"
     columns = "bytes:.1%" + "".join(f" | {each}:.4f" for each in ("tried", "loss", "answers", "right", "full_right"))
     options: PromiseOptions
-
-    @property
-    def kinds(self) -> list[str]:
-        wanted = self.options.kinds
-        return [*text_kinds.KINDS] if "all" in wanted else [*wanted]
 
     def cells(self) -> list[Cell]:
         methods = [each.strip() for each in self.options.methods.split(",")]
@@ -68,7 +58,7 @@ class Promises(Experiment):
                 (*self.setting, ("text_kind", kind), ("tokens", self.options.tokens)),
             )
             for seed in self.seeds
-            for kind in self.kinds
+            for kind in self.options.chosen_kinds
             for number in range(self.options.texts)
             for method in methods
         ]
@@ -87,17 +77,7 @@ class Text:
     def __init__(self, of: Promises, cell: Cell) -> None:
         self.model, self.tokenizer, options = of.model, of.tokenizer, of.options
         kind, number = dict(cell.setting)["text_kind"], int(cell.sample.rpartition("=")[2])
-
-        def made(facts: int) -> text_kinds.Text:
-            return text_kinds.make(kind, cell.seed, number, facts)
-
-        def tokens(facts: int) -> int:
-            return document_ids(self.tokenizer, made(facts).text).shape[1]
-
-        facts = haystack.most_that_fit(MOST_FACTS, tokens, options.tokens)
-        if not facts:
-            raise ValueError(f"--tokens {options.tokens} has no room for a fact of {kind}; use more tokens")
-        text = made(facts)
+        text = options.made(self.tokenizer, kind, cell.seed, number)
         self.ids = document_ids(self.tokenizer, text.text).to(self.model.device)
         self.said = repeat_instruction(self.tokenizer).to(self.model.device)
         self.asks = text.asks[: options.questions]
@@ -106,10 +86,6 @@ class Text:
     @cached_property
     def full(self) -> tuple[Tensor, Tensor]:
         return self._told(self._read("full"))
-
-    def _tokens(self, text: str) -> Tensor:
-        ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
-        return torch.tensor([ids], device=self.model.device)
 
     def _read(self, method: str) -> CompressedCache:
         cache = CompressedCache(self.model, method)
@@ -120,15 +96,9 @@ class Text:
     def _told(self, cache: CompressedCache) -> tuple[Tensor, Tensor]:
         """Log-likelihoods of the passages [K], and of answers with whether they are right [questions, 2]."""
         said = self.probes.ask(cache, self.model, self.ids, self.said).passages[0]
-        return said, torch.tensor([self._answer(copy.deepcopy(cache), ask) for ask in self.asks], dtype=torch.float64)
-
-    def _answer(self, cache: CompressedCache, ask: text_kinds.Ask) -> tuple[float, float]:
-        before = self._tokens(ask.question + chat_frame(self.tokenizer).after + ask.opening)
-        answer = self._tokens(ask.answer)
-        tokens = torch.cat([before, answer[:, :-1]], 1)
-        logits = self.model(tokens, past_key_values=cache, use_cache=True).logits[:, -answer.shape[1] :].double()
-        told = logits.log_softmax(-1).gather(2, answer.unsqueeze(-1))
-        return float(told.mean()), float((logits.argmax(-1) == answer).all())
+        return said, torch.tensor(
+            [told(self.model, self.tokenizer, cache, ask) for ask in self.asks], dtype=torch.float64
+        )
 
     def outcome(self, method: str) -> Data:
         cache = self._read(method)

@@ -10,6 +10,7 @@ Every fact is there once. A question asks for one of them, its answer is begun, 
 
 from __future__ import annotations
 
+import functools
 import random
 from collections.abc import Callable
 from typing import NamedTuple
@@ -17,6 +18,8 @@ from typing import NamedTuple
 from kvsketch_lab.evaluation import haystack
 from kvsketch_lab.evaluation.haystack import Hidden
 from kvsketch_lab.evaluation.line_records import ADJECTIVES, INTRODUCTION, NOUNS
+
+MOST_FACTS = 2000
 
 
 class Ask(NamedTuple):
@@ -135,6 +138,12 @@ def _turns(chance: random.Random, facts: int, seed: int) -> Text:
         "A chat between a user and an assistant.\n\n" + body,
         [Ask(asked.format(name), f"The code of the {name} is ", value) for name, value in rows],
     )
+
+
+def fill(kind: str, seed: int, number: int, limit: int, tokens: Callable[[str], int]) -> Text:
+    """Text `number` of a kind with as many facts as `limit` tokens hold, as `tokens` counts them."""
+    made = functools.partial(make, kind, seed, number)
+    return made(haystack.most_that_fit(MOST_FACTS, lambda facts: tokens(made(facts).text), limit))
 
 
 KINDS: dict[str, Made] = {
