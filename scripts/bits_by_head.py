@@ -25,8 +25,9 @@ import torch
 from torch import Tensor
 
 from kvsketch.methods.parameters import option
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.rehearse import FOLD, Rehearse
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems
+from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.waiting import NEG_INF, Waiting, newest, newest_slots
 from kvsketch.slots.codes import PlainSlots, coded
 from kvsketch.slots.layout import Layout
@@ -106,12 +107,20 @@ class BitsByHead(Rehearse):
             result = (error / size.clamp_min(1e-30)).topk(max(1, size.shape[-1] // WORST), -1).values.mean(-1) * counts
         return result.permute(2, 3, 0, 1)
 
-    def _problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
-        result = super()._problems(table, marks, behind)
+    @property
+    def rebuild(self) -> Rebuild:
+        return RebuildByHead(self, folds=self.refit == FOLD)
+
+
+class RebuildByHead(Rebuild):
+    """Keys are fitted, and keys and values stored, as the bits of their heads round them."""
+
+    def problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
+        result = super().problems(table, marks, behind)
         rounded = by_head(table.key_slots(), table.head_bits[..., 0], table.padding)  # type: ignore[attr-defined]
         return result._replace(held=rounded[:, :, table.length - result.keys.shape[2] :])
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
+    def store(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
         bits = table.head_bits  # type: ignore[attr-defined]
         values = table.value_slots().clone(memory_format=torch.contiguous_format)
         values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values.to(values.dtype))
@@ -119,7 +128,7 @@ class BitsByHead(Rehearse):
         table.parts["keys"] = PlainSlots(by_head(table.key_slots(), bits[..., 0], table.padding))
         table.parts["values"] = PlainSlots(rounded)
         width = rounded.shape[3]
-        super()._rebuild(
+        super().store(
             table, keep, layout, changes._replace(values=rounded.view(-1, width)[changes.place]), behind
         )  # fmt: skip
 

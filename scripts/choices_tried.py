@@ -29,6 +29,7 @@ from kvsketch.methods.allocation import largest
 from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import LayerProblems
+from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.rehearse.refit import HELD_BACK, RIDGES, WEIGHT_STEPS, Slots, fitted_weights, refit
 from kvsketch.methods.waiting import ALWAYS, NEG_INF, Waiting, newest, newest_slots
 from kvsketch.slots.codes import PlainSlots
@@ -72,11 +73,16 @@ class ChoicesTried(Rehearse):
                 table.parts["keys"] = PlainSlots(moved.unsqueeze(0).to(table.key_slots().dtype))
         return [stays.unsqueeze(0) for stays in keep]
 
-    def _problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
-        if not self.move:
-            return super()._problems(table, marks, behind)
-        # What is fitted to is what the queries saw of the keys before they moved.
-        result = super()._problems(table, marks, behind)
+    @property
+    def rebuild(self) -> Rebuild:
+        return MovedRebuild(self) if self.move else super().rebuild
+
+
+class MovedRebuild(Rebuild):
+    """Fits what is kept to what the queries saw of the keys before they moved."""
+
+    def problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
+        result = super().problems(table, marks, behind)
         held = newest(table, newest_slots(table, result.keys.shape[2], behind))[0]
         before = table.keys_before  # type: ignore[attr-defined]
         return result._replace(keys=before[:, :, -result.keys.shape[2] :].to(result.keys.dtype), held=held)

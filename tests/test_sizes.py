@@ -22,7 +22,7 @@ FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef)
 FIELDS = 25
 # Classes that have more. They may only become smaller; one that fits leaves the list.
 LARGER = {
-    "Fitting": 67, "Rehearse": 66, "ReplayedMethod": 56, "KVzip": 56, "Expected": 52, "WaitingMethod": 52,
+    "Fitting": 64, "Rehearse": 63, "ReplayedMethod": 56, "KVzip": 56, "Expected": 52, "WaitingMethod": 52,
     "ClusterKV": 49, "InfiniGen": 49, "Quest": 48, "RecallingMethod": 46,
 }  # fmt: skip
 

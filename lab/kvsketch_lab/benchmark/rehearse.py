@@ -21,7 +21,8 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods.rehearse import FOLD, Rehearse
+from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch_lab.benchmark.prefill import Prefill
 from kvsketch_lab.benchmark.runner import Fields
 from kvsketch_lab.benchmark.shapes import prefill_times
@@ -37,7 +38,7 @@ class Timed(Rehearse):
     spent: dict[str, float] = field(default_factory=dict, compare=False, kw_only=True)
     ready: Any = field(default=lambda: None, compare=False, kw_only=True)  # waits for the device
 
-    def _timed(self, part: str, call: Any) -> Any:
+    def timed(self, part: str, call: Any) -> Any:
         self.ready()
         began = time.perf_counter()
         result = call()
@@ -46,22 +47,30 @@ class Timed(Rehearse):
         return result
 
     def score(self, *args: Any) -> None:
-        self._timed("score", lambda: Rehearse.score(self, *args))
+        self.timed("score", lambda: Rehearse.score(self, *args))
 
     def chosen(self, *args: Any) -> Any:
-        return self._timed("choice", lambda: Rehearse.chosen(self, *args))
+        return self.timed("choice", lambda: Rehearse.chosen(self, *args))
 
     def keep_chosen(self, *args: Any) -> None:
-        self._timed("encoding", lambda: Rehearse.keep_chosen(self, *args))
+        self.timed("encoding", lambda: Rehearse.keep_chosen(self, *args))
 
-    def _problems(self, *args: Any) -> Any:
-        return self._timed("refit", lambda: Rehearse._problems(self, *args))
+    @property
+    def rebuild(self) -> Rebuild:
+        return TimedRebuild(self, folds=self.refit == FOLD)
 
-    def _refitted(self, *args: Any) -> Any:
-        return self._timed("refit", lambda: Rehearse._refitted(self, *args))
 
-    def _rebuild(self, *args: Any) -> None:
-        self._timed("encoding", lambda: Rehearse._rebuild(self, *args))
+class TimedRebuild(Rebuild):
+    method: Timed
+
+    def problems(self, *args: Any) -> Any:
+        return self.method.timed("refit", lambda: Rebuild.problems(self, *args))
+
+    def refitted(self, *args: Any) -> Any:
+        return self.method.timed("refit", lambda: Rebuild.refitted(self, *args))
+
+    def store(self, *args: Any) -> None:
+        self.method.timed("encoding", lambda: Rebuild.store(self, *args))
 
 
 @dataclass

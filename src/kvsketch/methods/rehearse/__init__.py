@@ -2,43 +2,28 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from fractions import Fraction
 from typing import ClassVar, Self, cast
 
-import torch
 from torch import Tensor
 
 from kvsketch.methods.base import Method
-from kvsketch.methods.budget import Size, Tokens
+from kvsketch.methods.budget import Size
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, Support, no
 from kvsketch.methods.parameters import carried, option
 from kvsketch.methods.rehearse.compacting import TokenRange, chosen, settle_behind, undecided
-from kvsketch.methods.rehearse.problems import Changes, LayerProblems, refit_layers
+from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.rehearse.refit import queries_of
-from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, equal_chunks, first_keys, pieces_of
+from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, equal_chunks, pieces_of
 from kvsketch.methods.replay_map import ReplayMap
-from kvsketch.methods.waiting import (
-    Waiting,
-    at_newest,
-    newest,
-    newest_slots,
-    own_sinks,
-    settle_slots,
-)
-from kvsketch.slots import coding
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.codes import FEW, UNQUANTISED
-from kvsketch.slots.coding import require_finite
-from kvsketch.slots.layout import Layout
-from kvsketch.slots.pauses import pause
+from kvsketch.slots.codes import FEW
 from kvsketch.slots.table import SlotTable
-from kvsketch.slots.tensors import fetching
 
 REPLAYS = VIRTUAL, EXACT, LEARNED, AUTO = ("virtual", "exact", "learned", "auto")
-REFITS = ("full", "fold", "none")
+REFITS = FULL, FOLD, NONE = ("full", "fold", "none")
 QUERIES = 1024  # of a chunk and KV head that a refit takes; on a CPU the first of them (`refit.queries_of`)
 # Bits of keys and values by the share of the bytes, from which on. Fewer bits leave room for more tokens, and answer
 # more the smaller the share (docs/quantisation.md); bits by layer or head, by what rounding costs, answer less.
@@ -91,7 +76,7 @@ class Rehearse(ReplayedMethod):
         "the model, else virtual",
         REPLAYS,
     )
-    refit: str = option("full", "how weights and values of what stays are refitted", REFITS)
+    refit: str = option(FULL, "how weights and values of what stays are refitted", REFITS)
     chunk: int = option(2048, "tokens that are compressed together")
     wait: int | str = option(
         512, "new tokens after a prompt that are compressed together; compact: none until cache.compact"
@@ -135,7 +120,7 @@ class Rehearse(ReplayedMethod):
             batched=sized,
             memory=sized,
             documents=repeats if self.repeats else SUPPORTED,
-            latent=SUPPORTED if self.refit == "none" else no(f"refit={self.refit} rewrites values; use refit=none"),
+            latent=SUPPORTED if self.refit == NONE else no(f"refit={self.refit} rewrites values; use refit=none"),
             stream=no("with loss several budgets are tried on the whole text") if self.promises else SUPPORTED,
             vllm=sized and self.in_equal_pages,
         )
@@ -164,7 +149,7 @@ class Rehearse(ReplayedMethod):
 
     def replayer(self, table: SlotTable) -> Replay:
         # A CPU refits with the first of the queries alone; the others are not copied.
-        queries = 0 if self.refit == "none" else queries_of(0, QUERIES, table.device)
+        queries = 0 if self.refit == NONE else queries_of(0, QUERIES, table.device)
         return Replay(self.chunk, self.sinks, queries, self.learned)
 
     def with_map(self, learned: ReplayMap) -> Self:
@@ -202,23 +187,16 @@ class Rehearse(ReplayedMethod):
         if keep := self.chosen(tables, self.chunk):
             self.keep_refitted(tables, keep)
 
+    @property
+    def rebuild(self) -> Rebuild:
+        return Rebuild(self, folds=self.refit == FOLD)
+
     def keep_refitted(self, tables: Sequence[SlotTable], keep: Sequence[Tensor], behind: int = 0) -> None:
         """Keeps slots [B, H, S]; the tokens that have scores, all but the last `behind`, are refitted."""
-        if self.refit == "none":
+        if self.refit == NONE:
             self.keep_chosen(tables, keep)
-            return
-        marks = [self._marks(table, stays, behind) for table, stays in zip(tables, keep, strict=True)]
-        asked = fetching([stays.sum(-1) for stays in keep] + [mark.sum(-1) for mark in marks])
-        # The device codes while the host waits for the choice alone, and sorts what is to be refitted.
-        problems = [self._problems(table, mark, behind) for table, mark in zip(tables, marks, strict=True)]
-        answer = asked()
-        changes = self._refitted(problems, answer[len(tables) :])
-        del problems, marks
-        for number, layout in enumerate(self.layouts(tables, answer[: len(tables)])):
-            pause()
-            self._rebuild(tables[number], keep[number], layout, changes[number], behind)
-        # Last, so that all of it is on its way while the device still refits.
-        require_finite(tables)
+        else:
+            self.rebuild.keep(tables, keep, behind)
 
     def compact(self, tables: Sequence[SlotTable], ranges: Sequence[TokenRange]) -> None:
         """Rehearses stretches of the tokens that wait, each to a size of its own (`compacting`)."""
@@ -238,71 +216,6 @@ class Rehearse(ReplayedMethod):
         self.keep_refitted(tables, chosen(tables, ranges, self.sinks, self.share), behind)
         for table, queries in zip(tables, waiting, strict=True):
             settle_behind(table, queries, self.room_behind(table.seen))
-
-    def _marks(self, table: SlotTable, keep: Tensor, behind: int) -> Tensor:  # [2, B H, P, C] bool
-        """Which tokens of the chunks stay, and which are tokens of the row."""
-        state = table.state_of(Waiting)
-        slots, places = newest_slots(table, state.scored, behind), state.places(table.device)
-        inside, at = places >= 0, places.clamp_min(0)
-        stays = at_newest(table, keep, slots, behind).flatten(0, 1)[:, at] & inside
-        there = inside.expand_as(stays)
-        if table.padding is not None:
-            there = at_newest(table, table.position_slots() >= 0, slots, behind).flatten(0, 1)[:, at] & inside
-        return torch.stack([stays, there])
-
-    def _problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
-        """What is to be refitted; codes what is not."""
-        state = table.state_of(Waiting)
-        assert state.again is not None and state.chunks is not None
-        lengths = state.chunks[0].tolist()
-        slots = newest_slots(table, sum(lengths), behind)  # [B, H, m]
-        keys, values = newest(table, slots, behind)
-        first = first_keys(table, self.sinks)
-        sinks = first.flatten(0, 1) if first.shape[2] else None
-        held = None
-        if table.context.bits.keys != UNQUANTISED:
-            coding.code(table, "keys")
-            held = newest(table, slots, behind)[0]
-        folds = self.refit == "fold"
-        worth = at_newest(table, self.worth(table), slots, behind) if folds else slots[:, :, :0].float()
-        start, places = table.seen - behind - sum(lengths), state.places(table.device)
-        own = own_sinks(table, self.sinks)
-        bare: Tokens = sum(begin < own for begin in itertools.accumulate(lengths[:-1], initial=start))
-        if table.padding is not None:
-            bare = (start + places[:, 0] < table.padding.view(-1, 1) + own).sum(1)
-        return LayerProblems(
-            state.again.flatten(0, 1), keys, held, values, worth.flatten(0, 1), places, marks,
-            table.forward.scale, sinks, bare,
-        )  # fmt: skip
-
-    def _refitted(self, problems: Sequence[LayerProblems], sizes: Sequence[Tensor]) -> dict[int, Changes]:
-        """Changes by table; `sizes` [2, B H, P] of each problem: how many tokens its marks count, on the host."""
-        result: dict[int, Changes] = {}
-        # Tables of one device are solved together, where they have as many heads.
-        kinds = [(layer.keys.device, size.shape) for layer, size in zip(problems, sizes, strict=True)]
-        for kind in dict.fromkeys(kinds):
-            here = [number for number, own in enumerate(kinds) if own == kind]
-            own = torch.stack([sizes[number] for number in here], 1)
-            changes = refit_layers([problems[number] for number in here], own, self.refit == "fold")
-            result |= zip(here, changes, strict=True)
-        return result
-
-    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
-        """Keeps slots [B, H, S] with the weights and values of the refit."""
-        state, weights = table.state_of(Waiting), table.log_weights()[1]
-        if len(changes.place):
-            slots, at = newest_slots(table, state.scored, behind), changes.place  # [E], of B H S
-            if not (table.exact and state.scored == table.length):
-                first = torch.arange(len(slots) * slots.shape[1], device=table.device) * table.length
-                at = (slots + first.view(*slots.shape[:2], 1)).flatten()[at]
-            weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
-            weights.view(-1).index_copy_(0, at, changes.log_weights)
-            if not coding.replace_at(table, at, changes.values):
-                values, changed = newest(table, slots, behind)[1].contiguous(), torch.full_like(slots, -1)
-                values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values)
-                changed.view(-1).index_copy_(0, changes.place, slots.flatten()[changes.place])
-                coding.replace_values(table, changed, values)
-        settle_slots(table, keep, layout, weights)
 
     # what it asks of models and callers
 
