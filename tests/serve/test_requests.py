@@ -21,6 +21,7 @@ def test_readers_that_come_early_and_late_see_the_same_tokens() -> None:
     ticket.put(6)
     ticket.finish("length")
     ticket.finish("error", RuntimeError("too late to count"))
+    ticket.put(7)
     join_all([reader])
     assert early == list(ticket) == ticket.tokens == [5, 6] and heard == [5, 6, None]
     assert ticket.finish_reason == "length" and ticket.error is None
