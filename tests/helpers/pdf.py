@@ -11,6 +11,8 @@ from pypdf import PdfWriter
 from pypdf.generic import DictionaryObject, NameObject, StreamObject
 
 LINE = b"10 10 Td (The harbour is deep) Tj\n"
+# A small file whose reading takes several times as long as a test waits for anything.
+ENDLESS = {"pages": 50, "lines": 60_000}
 
 
 def pdf(pages: int = 1, lines: int = 1, blanks: int = 0, picture: int = 0) -> bytes:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import threading
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
+
+from tests.helpers.waiting import join_all, wait_for
 
 if TYPE_CHECKING:
     from kvsketch.serve.documents import Document, DocumentStore
@@ -19,17 +20,19 @@ def started(server: Server) -> Iterator[str]:
     thread = threading.Thread(target=server._server.run, kwargs={"sockets": [server._socket]}, daemon=True)
     thread.start()
     try:
-        while not server._server.started and thread.is_alive():
-            thread.join(0.01)
+        wait_for(lambda: server._server.started or not thread.is_alive(), "a server that has started")
         yield server.address
     finally:
         server._server.should_exit = True
-        thread.join()
+        join_all([thread])
 
 
-def settled(store: DocumentStore, number: str, timeout: float = 60.0) -> Document:
-    """The document when it is no longer waiting or being read, or as it is after `timeout` seconds."""
-    end = time.monotonic() + timeout
-    while (result := store.get(number)).status in ("waiting", "reading") and time.monotonic() < end:
-        time.sleep(0.02)
+def settled(store: DocumentStore, number: str) -> Document:
+    """The document when it is no longer waiting or being read."""
+
+    def read() -> Document | None:
+        document = store.get(number)
+        return None if document.status in ("waiting", "reading") else document
+
+    result: Document = wait_for(read, f"the end of reading {number}")
     return result

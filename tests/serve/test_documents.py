@@ -26,6 +26,7 @@ from kvsketch.serve.text import Template
 from tests.helpers import zoo
 from tests.helpers.serving import settled
 from tests.helpers.tiny import save_tiny_model
+from tests.helpers.waiting import LONGEST_WAIT
 
 pytest.importorskip("pydantic", reason="not installed: pip install 'kvsketch[serve]'")
 
@@ -189,12 +190,12 @@ def test_what_is_being_read_can_be_deleted_and_is_read_again_after_a_stop(opened
 
     def hold(*_: Any) -> None:
         reached.set()
-        assert go_on.wait(30)
+        assert go_on.wait(LONGEST_WAIT)
 
     hook = model.model.layers[0].register_forward_pre_hook(hold)
     store = opened()
     first = store.add(TEXT)
-    assert reached.wait(30)
+    assert reached.wait(LONGEST_WAIT)
     with pytest.raises(NotReady, match="is being read: 0 of"):
         store.cache(first.id)
     store.delete(first.id)
@@ -281,7 +282,7 @@ def test_a_document_may_be_deleted_and_sent_again_before_its_reading_has_ended(
 ) -> None:
     """It is ready when its file is there; the thread that has read it comes to its end a little later."""
     goes_on, store = threading.Event(), opened()
-    monkeypatch.setattr(documents.log, "info", lambda *words: goes_on.wait(60))
+    monkeypatch.setattr(documents.log, "info", lambda *words: goes_on.wait(LONGEST_WAIT))
     number = settled(store, store.add(TEXT).id).id
     store.delete(number)
     assert store.add(TEXT).status == "waiting"
@@ -368,5 +369,7 @@ def test_a_kill_leaves_no_broken_document(opened: Any, tiny: Path, tmp_path: Pat
         for document in store.documents():
             assert settled(store, document.id).status == "ready"
             assert store.cache(document.id).tokens_seen == document.tokens
+        # A file is ready a moment before the folder that it was made in has gone.
+        store.close()
         names = [path.name for path in each.rglob("*")]
         assert not [name for name in names if name.endswith(".tmp") or name.startswith((".new", ".gone"))]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,9 @@ import kvsketch
 from kvsketch.cache.replay import fitting
 from kvsketch.cache.replay.fitting import Learned
 from kvsketch.doubt_threshold import DoubtThreshold
+from tests.helpers.engines import held
 from tests.helpers.tiny import save_tiny_model
+from tests.helpers.waiting import LONGEST_WAIT, wait_for
 
 for package in ("starlette", "prometheus_client", "uvicorn", "openai"):
     pytest.importorskip(package, reason="not installed: pip install 'kvsketch[serve]'")
@@ -152,12 +153,14 @@ def test_without_a_full_cache_the_first_answer_stays_and_says_why(
     monkeypatch.setattr(engine, "submit", submit)
     twin = next(each.id for each in server.service.documents.documents() if each.method == "full")
     server.service.documents.delete(twin)
-    ended, end = None, time.monotonic() + 60
-    # One that was deleted is read again, and asked as soon as it is there.
-    while not (ended and ended["retried"]) and time.monotonic() < end:
+
+    def retried() -> Any:
         ended = call(server, "POST", "/v1/chat/completions", {**CHAT, "document": document})[1]["usage"]["kvsketch"]
         assert ended["retried"] or "is being read" in ended["not_retried"]
-    assert ended is not None and ended["answered_by"] == "full"
+        return ended if ended["retried"] else None
+
+    # One that was deleted is read again, and asked as soon as it is there.
+    assert wait_for(retried, "an answer of the full cache")["answered_by"] == "full"
 
 
 def test_other_requests_are_answered_as_ever(server: Server, document: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -184,9 +187,10 @@ def test_a_server_that_stops_sends_the_first_answer_and_a_client_that_leaves_end
     stopped = asked(closed, 6)
     assert loaded[1].decode(list(stopped)) == answer_of(loaded, METHOD)[0]
     assert (stopped.refused, stopped.retried, stopped.finish_reason) == ("the server is stopping", False, "length")
-    left = asked(running, 2000)
-    left.cancel()
-    assert left.wait(60) and left.finish_reason == "cancelled" and left.first.done
+    with held(loaded[0]):
+        left = asked(running, 2000)
+        left.cancel()
+    assert left.wait(LONGEST_WAIT) and left.finish_reason == "cancelled" and left.first.done
     running.close()
 
 

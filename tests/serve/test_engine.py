@@ -25,7 +25,8 @@ from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
 from tests.helpers import zoo
 from tests.helpers.common import thinned, with_budget
-from tests.helpers.engines import starting
+from tests.helpers.engines import held, starting
+from tests.helpers.waiting import LONGEST_WAIT, join_all
 
 METHODS = [
     *(
@@ -222,14 +223,14 @@ def test_draws_follow_the_softmax_and_the_nucleus() -> None:
 def test_a_long_prompt_does_not_stop_the_others(start: Any) -> None:
     engine = start("streamingllm:budget=16", longest=500)
     read_then: list[int] = []
-    talker = engine.submit(Request(prompt(0, 4), 100))
-    next(iter(talker))
-    reader = engine.submit(Request(prompt(1, 200), 2))
-    talker.on_token(lambda token: read_then.append(reader.tokens_read))
-    late = engine.submit(Request(prompt(2, 5), 2))
-    list(late)
-    assert reader.timings.first_token is None or late.timings.first_token < reader.timings.first_token
-    list(reader)
+    with held(model()):
+        talker = engine.submit(Request(prompt(0, 4), 100))
+        reader = engine.submit(Request(prompt(1, 200), 2))
+        talker.on_token(lambda token: read_then.append(reader.tokens_read))
+        late = engine.submit(Request(prompt(2, 5), 2))
+    for ticket in (late, reader):
+        list(ticket)
+    assert late.timings.first_token < reader.timings.first_token
     # A token came after every chunk.
     assert len({*read_then} - {0}) >= 200 // CHUNK - 5
 
@@ -238,17 +239,24 @@ def test_a_prompt_that_is_read_whole_does_not_stop_the_others(start: Any) -> Non
     """Others take steps between its layers, and it is given up there."""
     method = with_budget("h2o", 16)
     engine = start(method, prefill="exact", longest=500, pause=1e-9)
-    talker = engine.submit(Request(prompt(0, 4), 40))
-    next(iter(talker))
     seen: list[int] = []
     layers = engine._between_layers
-    engine._between_layers = lambda run, tokens: (layers(run, tokens), seen.append(len(talker.tokens)))  # type: ignore[assignment]
-    answer = list(engine.submit(Request(prompt(1, 60), 3)))
+
+    def watched(run: Any, tokens: int) -> None:
+        layers(run, tokens)
+        if run.ticket is reader:
+            seen.append(len(talker.tokens))
+
+    engine._between_layers = watched  # type: ignore[method-assign]
+    with held(model()):
+        talker = engine.submit(Request(prompt(0, 4), 40))
+        reader = engine.submit(Request(prompt(1, 60), 3))
+    answer = list(reader)
     assert answer == answer_alone(method, prompt(1, 60), 3, CompressedCache(model(), method))
     assert seen[0] < seen[1]
     engine._between_layers = lambda run, tokens: (run.ticket.cancel(), layers(run, tokens))  # type: ignore[assignment]
     given_up = engine.submit(Request(prompt(2, 60), 3))
-    assert given_up.wait(20) and given_up.finish_reason == "cancelled"
+    assert given_up.wait(LONGEST_WAIT) and given_up.finish_reason == "cancelled"
     assert list(talker) == answer_alone(method, prompt(0, 4), 40, CompressedCache(model(), method))
 
 
@@ -271,17 +279,17 @@ def test_cancelled_and_failed_requests_harm_nobody(start: Any, monkeypatch: pyte
         return forward(input_ids, *args, **kwargs)
 
     monkeypatch.setattr(model(), "forward", failing)
-    good = engine.submit(Request(prompt(0, 20), 30))
-    bad = engine.submit(Request((66, 5, 6), 5))
-    reading = engine.submit(Request(prompt(1, 60), 5))
-    running = engine.submit(Request(prompt(2, 5), 90))
-    waiting = engine.submit(Request(prompt(3, 5), 90))
-    reading.cancel()
-    next(iter(running))
-    running.cancel()
-    waiting.cancel()
-    deaf = engine.submit(Request(prompt(4, 5), 90))
-    deaf.on_token(lambda token: 1 / 0)
+    with held(model()):
+        good = engine.submit(Request(prompt(0, 20), 30))
+        bad = engine.submit(Request((66, 5, 6), 5))
+        reading = engine.submit(Request(prompt(1, 60), 5))
+        running = engine.submit(Request(prompt(2, 5), 90))
+        waiting = engine.submit(Request(prompt(3, 5), 90))
+        deaf = engine.submit(Request(prompt(4, 5), 90))
+        good.on_token(lambda token: reading.tokens_read and reading.cancel())
+        running.on_token(lambda token: running.cancel())
+        waiting.cancel()
+        deaf.on_token(lambda token: 1 / 0)
     with pytest.raises(MemoryError, match="no room"):
         list(bad)
     assert list(good) == answer_alone(method, prompt(0, 20), 30)
@@ -289,6 +297,7 @@ def test_cancelled_and_failed_requests_harm_nobody(start: Any, monkeypatch: pyte
     assert {t.finish_reason for t in (reading, running, waiting, deaf)} == {
         "cancelled"
     } and bad.finish_reason == "error"
+    assert 0 < reading.tokens_read < 60 and running.tokens and not waiting.tokens
     assert engine.state().finished == {"length": 1, "error": 1, "cancelled": 4}
     with pytest.raises(Closed):
         engine.submit(Request((1,), 1))
@@ -320,15 +329,12 @@ def test_a_document_that_is_kept_whole_takes_its_own_steps_beside_the_others(met
 
 def test_a_full_queue_refuses(start: Any) -> None:
     engine = start("streamingllm:budget=16", rows=1, queue=1)
-    held = threading.Event()
-    first = engine.submit(Request(prompt(0, 5), 3))
-    first.on_token(lambda token: held.wait(10) and None)
-    while not engine.state().running:
-        pass
-    engine.submit(Request(prompt(1, 5), 1))
-    with pytest.raises(Full, match=r"the queue has 1 place$"):
-        engine.submit(Request(prompt(2, 5), 1))
-    held.set()
+    with held(model()) as gate:
+        engine.submit(Request(prompt(0, 5), 3))
+        gate.wait_until_reached()
+        engine.submit(Request(prompt(1, 5), 1))
+        with pytest.raises(Full, match=r"the queue has 1 place$"):
+            engine.submit(Request(prompt(2, 5), 1))
 
 
 @pytest.mark.parametrize(
@@ -365,8 +371,9 @@ def test_requests_that_share_no_tables_take_turns(start: Any) -> None:
     engine = start(method, rows=2, prefill="exact")
     assert "one request at a time" in str(engine.batched.reason)
     together: list[int] = []
-    tickets = [engine.submit(Request(prompt(i, 20 + 9 * i), 8)) for i in range(3)]
-    tickets[1].on_token(lambda token: together.append(engine.state().running))
+    with held(model()):
+        tickets = [engine.submit(Request(prompt(i, 20 + 9 * i), 8)) for i in range(3)]
+        tickets[1].on_token(lambda token: together.append(engine.state().running))
     for number, ticket in enumerate(tickets):
         alone = answer_alone(method, prompt(number, 20 + 9 * number), 8, CompressedCache(model(), method))
         assert list(ticket) == alone, f"request {number}"
@@ -438,9 +445,10 @@ def test_a_store_for_few_long_rows_takes_more_short_ones(start: Any) -> None:
     long, short = (engine._shared.slots_for(tokens) for tokens in (1999, 40))
     assert long <= engine._shared.store.slots < 2 * long and 3 * short < engine._shared.store.slots
     together: list[int] = []
-    tickets = [engine.submit(Request(prompt(i, 40), 12)) for i in range(3)]
-    late = engine.submit(Request(prompt(9, 1900), 2))
-    tickets[2].on_token(lambda token: together.append(engine.state().running))
+    with held(model()):
+        tickets = [engine.submit(Request(prompt(i, 40), 12)) for i in range(3)]
+        late = engine.submit(Request(prompt(9, 1900), 2))
+        tickets[2].on_token(lambda token: together.append(engine.state().running))
     for ticket in (*tickets, late):
         ids, count = ticket.request.ids, ticket.request.max_new_tokens
         assert list(ticket) == answer_alone(method, ids, count, CompressedCache(model(), method, chunk=CHUNK))
@@ -473,8 +481,7 @@ def test_many_clients_at_once(start: Any) -> None:
     threads = [threading.Thread(target=client) for _ in range(32)]
     for thread in threads:
         thread.start()
-    for thread in threads:
-        thread.join(60)
+    join_all(threads)
     assert not wrong and len(cancelled) == 29
     engine.close(drain=True)
     state = engine.state()
@@ -491,11 +498,12 @@ def right(ticket: Ticket, expected: list[int]) -> bool:
 
 def test_an_engine_whose_thread_dies_ends_all_answers(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     engine = start(METHODS[0], rows=1)
-    tickets = [engine.submit(Request(prompt(i, 8), 80)) for i in range(2)]
-    next(iter(tickets[0]))
-    monkeypatch.setattr(engine, "_admit", Mock(side_effect=MemoryError("no more")))
+    with held(model(), after=3):
+        tickets = [engine.submit(Request(prompt(i, 8), 80)) for i in range(2)]
+        next(iter(tickets[0]))
+        monkeypatch.setattr(engine, "_admit", Mock(side_effect=MemoryError("no more")))
     for ticket in tickets:
-        assert ticket.wait(20) and ticket.finish_reason == "error"
+        assert ticket.wait(LONGEST_WAIT) and ticket.finish_reason == "error"
         assert "no more" in str(ticket.error)
     with pytest.raises(Closed):
         engine.submit(Request(prompt(0, 8), 4))

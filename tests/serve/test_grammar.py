@@ -24,6 +24,7 @@ openai = pytest.importorskip("openai", reason="not installed: pip install 'kvske
 from kvsketch.serve.grammar import Grammars  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
 from tests.helpers.serving import started  # noqa: E402
+from tests.helpers.waiting import LONGEST_WAIT, join_all  # noqa: E402
 
 ASK: Any = [{"role": "user", "content": "How deep is the basin?"}]
 SCHEMA: Any = {
@@ -208,7 +209,7 @@ def test_a_slow_grammar_holds_up_nobody_else(loaded: tuple[Any, Any], monkeypatc
         parsed.append(grammar)
         if grammar == slow:
             begun.set()
-            assert go.wait(60)
+            assert go.wait(LONGEST_WAIT)
         return parse(grammar)
 
     monkeypatch.setattr(grammars, "_parsed", parse_slowly)
@@ -217,13 +218,12 @@ def test_a_slow_grammar_holds_up_nobody_else(loaded: tuple[Any, Any], monkeypatc
     other = threading.Thread(target=lambda: made.append(grammars.guides(grammars.json({"const": 1}))()), daemon=True)
     for thread in waiting:
         thread.start()
-    assert begun.wait(60)
+    assert begun.wait(LONGEST_WAIT)
     other.start()
-    other.join(60)
+    join_all([other])
     assert len(made) == 1, "the other grammar does not wait"
     go.set()
-    for thread in waiting:
-        thread.join(60)
+    join_all(waiting)
     assert len(made) == 3 and parsed.count(slow) == 1
     with pytest.raises(ValueError, match="objekt"):
         grammars.guides(grammars.json({"type": "objekt"}))

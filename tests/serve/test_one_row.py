@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,6 +12,8 @@ import kvsketch
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, unused_settings
 from tests.helpers import zoo
+from tests.helpers.engines import Gate, held
+from tests.helpers.waiting import LONGEST_WAIT
 
 METHOD = "h2o:budget=24:sinks=2:recent=4"
 IDS = tuple(zoo.tokens(1, 60)[0].tolist())
@@ -30,24 +31,10 @@ def engine(model: Any) -> Iterator[BatchedEngine]:
     made.close(drain=False)
 
 
-class Gate:
-    """Holds the model before each forward until it is opened."""
-
-    def __init__(self, model: Any) -> None:
-        self.open, self.reached = threading.Event(), threading.Event()
-        self.hook = model.register_forward_pre_hook(self._wait)
-
-    def _wait(self, *_: Any) -> None:
-        self.reached.set()
-        assert self.open.wait(30)
-
-
 @pytest.fixture
 def gate(model: Any) -> Iterator[Gate]:
-    made = Gate(model)
-    yield made
-    made.open.set()
-    made.hook.remove()
+    with held(model) as made:
+        yield made
 
 
 def alone(model: Any, ids: tuple[int, ...], cache: Any = None, **options: Any) -> list[int]:
@@ -107,7 +94,7 @@ def test_a_document_is_read_once_and_left_as_it_is(model: Any, engine: BatchedEn
 
 def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: BatchedEngine, gate: Gate) -> None:
     running = engine.submit(Request(IDS, 9))
-    assert gate.reached.wait(30)
+    gate.wait_until_reached()
     waiting = [engine.submit(Request(IDS, 2)) for _ in range(2)]
     with pytest.raises(Full, match="2 requests waiting"):
         engine.submit(Request(IDS, 2))
@@ -115,9 +102,9 @@ def test_the_queue_is_bounded_and_whoever_cancels_leaves_it(engine: BatchedEngin
     late = engine.submit(Request(IDS, 2))
     assert waiting[0].finish_reason == "cancelled" and engine.state().waiting == 2
     running.cancel()
-    gate.open.set()
-    assert running.wait(30) and running.finish_reason == "cancelled" and running.tokens == []
-    assert late.wait(30) and late.finish_reason == "length"
+    gate.open()
+    assert running.wait(LONGEST_WAIT) and running.finish_reason == "cancelled" and running.tokens == []
+    assert late.wait(LONGEST_WAIT) and late.finish_reason == "length"
     assert engine.state().finished == {"cancelled": 2, "length": 2}
 
 

@@ -7,6 +7,7 @@ import threading
 import pytest
 
 from kvsketch.serve.requests import Request, Ticket
+from tests.helpers.waiting import join_all
 
 
 def test_readers_that_come_early_and_late_see_the_same_tokens() -> None:
@@ -20,7 +21,8 @@ def test_readers_that_come_early_and_late_see_the_same_tokens() -> None:
     ticket.put(6)
     ticket.finish("length")
     ticket.finish("error", RuntimeError("too late to count"))
-    reader.join(5)
+    ticket.put(7)
+    join_all([reader])
     assert early == list(ticket) == ticket.tokens == [5, 6] and heard == [5, 6, None]
     assert ticket.finish_reason == "length" and ticket.error is None
     submitted, first, last = vars(ticket.timings).values()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import http.client
 import json
@@ -11,6 +12,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -19,7 +21,9 @@ import pytest
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import kvsketch
+from tests.helpers.engines import Gate
 from tests.helpers.tiny import save_tiny_model
+from tests.helpers.waiting import LONGEST_WAIT, join_all, wait_for
 
 pytest.importorskip("starlette", reason="not installed: pip install 'kvsketch[serve]'")
 pytest.importorskip("prometheus_client", reason="not installed: pip install 'kvsketch[serve]'")
@@ -28,6 +32,7 @@ openai = pytest.importorskip("openai", reason="not installed: pip install 'kvske
 from kvsketch.serve import app  # noqa: E402
 from kvsketch.serve.files import Limits  # noqa: E402
 from kvsketch.serve.server import Server, start_service  # noqa: E402
+from kvsketch.serve.service import Answer  # noqa: E402
 from tests.helpers.serving import settled, started  # noqa: E402
 
 METHOD = "h2o:budget=32:sinks=2:recent=8"
@@ -35,14 +40,6 @@ TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep. " *
 FORM = b'--x\r\nContent-Disposition: form-data; name="file"; filename="h.pdf"\r\n\r\n%s\r\n--x--\r\n'
 FORM_TYPE = {"Content-Type": "multipart/form-data; boundary=x"}
 ASK: Any = [{"role": "user", "content": "How deep is the basin?"}]
-
-
-class Slow:
-    """Makes every forward of a model wait as long as wanted."""
-
-    def __init__(self, model: Any) -> None:
-        self.seconds = 0.0
-        model.register_forward_pre_hook(lambda *_: time.sleep(self.seconds))
 
 
 @pytest.fixture(scope="module")
@@ -55,13 +52,17 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-@pytest.fixture(scope="module")
-def slow(loaded: tuple[Any, Any]) -> Slow:
-    return Slow(loaded[0])
+@pytest.fixture
+def gate(loaded: tuple[Any, Any]) -> Iterator[Gate]:
+    """That of the model: open until the test closes it, and after the test."""
+    result = Gate(loaded[0])
+    yield result
+    result.open()
+    result.hook.remove()
 
 
 @pytest.fixture(scope="module")
-def server(loaded: tuple[Any, Any], slow: Slow, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def server(loaded: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path_factory.mktemp("documents"), queue=2, rows=1)
     made = Server(service, largest_body=20_000)
     with started(made):
@@ -69,11 +70,9 @@ def server(loaded: tuple[Any, Any], slow: Slow, tmp_path_factory: pytest.TempPat
 
 
 @pytest.fixture
-def client(server: Server, slow: Slow) -> Iterator[Any]:
-    slow.seconds = 0.0
+def client(server: Server) -> Iterator[Any]:
     yield openai.OpenAI(base_url=server.address + "/v1", api_key="none", max_retries=0)
-    slow.seconds = 0.0
-    assert wait_for(lambda: busy(server) == 0), "nothing may go on running when its client has gone"
+    wait_for(lambda: busy(server) == 0, "an engine that works for no client that has gone")
 
 
 def busy(server: Server) -> int:
@@ -81,16 +80,9 @@ def busy(server: Server) -> int:
     return state.running + state.reading + state.waiting
 
 
-def wait_for(true: Any, seconds: float = 20.0) -> bool:
-    end = time.monotonic() + seconds
-    while not true() and time.monotonic() < end:
-        time.sleep(0.01)
-    return bool(true())
-
-
 def call(server: Server, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, Any, Any]:
     """A request without the manners of a client library."""
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=LONGEST_WAIT)
     data = json.dumps(body).encode() if body is not None and not isinstance(body, bytes) else body
     connection.request(method, path, data, {"Content-Type": "application/json", **headers})
     response = connection.getresponse()
@@ -133,7 +125,8 @@ def test_openai_client_gets_the_tokens_of_generate(client: Any, loaded: tuple[An
     assert next(each.id for each in client.models.list()) == "tiny"
 
 
-def test_the_code_of_the_page_runs(client: Any, server: Server, slow: Slow) -> None:
+def test_the_code_of_the_page_runs(client: Any, server: Server, gate: Gate) -> None:
+    """The document is read while the code waits for it, and not before."""
     pytest.importorskip("requests")
     page = (Path(__file__).parents[2] / "docs" / "serving.md").read_text(encoding="utf-8")
     first, second = re.findall(r"```python\n(.*?)```", page, re.DOTALL)[:2]
@@ -141,11 +134,12 @@ def test_the_code_of_the_page_runs(client: Any, server: Server, slow: Slow) -> N
         "http://127.0.0.1:8000": server.address,
         'model="qwen2.5-coder-0.5b"': 'model="tiny", max_tokens=2',
         'api_key="none"': 'api_key="none", max_retries=0',
-        "sleep(1)": "sleep(0.02)",
+        "time.sleep(1)": "wait()",
     }
-    slow.seconds = 0.2  # the document is still being read when its id comes
-    names: dict[str, Any] = {"text": TEXT + "It is lit."}
+    names: dict[str, Any] = {"text": TEXT + "It is lit.", "wait": gate.open}
     for code in (first, second):
+        if code == second:
+            gate.close()
         for old, new in changes.items():
             code = code.replace(old, new)
         exec(code, names)
@@ -336,7 +330,7 @@ def test_no_answer_is_taken_for_something_else(server: Server) -> None:
 
 def test_bodies_without_a_length_are_limited_and_bad_json_is_told(server: Server) -> None:
     assert call(server, "POST", "/v1/completions", b"{")[0] == 400
-    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=30)
+    connection = http.client.HTTPConnection(urlsplit(server.address).netloc, timeout=LONGEST_WAIT)
     connection.request("POST", "/v1/completions", iter([b"x" * 15_000] * 2), encode_chunked=True)
     assert connection.getresponse().status == 413
     for way in ("GET", "POST"):
@@ -344,35 +338,40 @@ def test_bodies_without_a_length_are_limited_and_bad_json_is_told(server: Server
         assert (status, body["error"]["message"]) == (404, "there is nothing at /v1/nowhere")
 
 
-def test_a_full_queue_sends_clients_away(client: Any, server: Server, slow: Slow) -> None:
-    slow.seconds = 0.05
+def test_a_full_queue_sends_clients_away(client: Any, server: Server, gate: Gate) -> None:
+    gate.close()
     options: Any = {"model": "tiny", "prompt": "Once", "max_tokens": 400, "temperature": 0}
     streams = [client.completions.create(**options, stream=True) for _ in range(3)]
-    assert wait_for(lambda: busy(server) == 3)
+    wait_for(lambda: busy(server) == 3, "three requests")
     with pytest.raises(openai.RateLimitError, match="2 requests waiting, and the queue has 2 places") as caught:
         client.completions.create(**options)
     assert int(caught.value.response.headers["retry-after"]) >= 1
     for stream in streams:
         stream.close()
+    gate.open()
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_place(client: Any, server: Server, slow: Slow, stream: bool) -> None:
-    slow.seconds = 0.02
+def test_a_client_that_goes_away_frees_its_place(client: Any, server: Server, gate: Gate, stream: bool) -> None:
+    gate.close(after=5)
     body = json.dumps({"model": "tiny", "prompt": "Once", "max_tokens": 2000, "stream": stream, "temperature": 0})
     host, _, port = urlsplit(server.address).netloc.partition(":")
     raw = socket.create_connection((host, int(port)))
     raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
-    assert wait_for(lambda: server.service.engine.state().running == 1)
-    before = server.service.engine.state().finished.get("cancelled", 0)
+    gate.wait_until_reached()
+    engine = server.service.engine
+    (run,), before = engine._schedule.running, engine.state().finished.get("cancelled", 0)
     raw.close()
-    assert wait_for(lambda: server.service.engine.state().finished.get("cancelled", 0) == before + 1)
+    wait_for(lambda: run.ticket.cancelled, "an answer that is given up")
+    gate.open()
+    wait_for(lambda: engine.state().finished.get("cancelled", 0) == before + 1, "a place that is free")
 
 
 def test_a_slow_reader_holds_nobody_up(client: Any, server: Server) -> None:
     body = json.dumps({"model": "tiny", "prompt": "Once", "max_tokens": 120, "stream": True, "temperature": 0})
     host, _, port = urlsplit(server.address).netloc.partition(":")
     raw = socket.socket()
+    raw.settimeout(LONGEST_WAIT)
     raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 2048)
     raw.connect((host, int(port)))
     raw.sendall(f"POST /v1/completions HTTP/1.1\r\nHost: {host}\r\nContent-Length: {len(body)}\r\n\r\n{body}".encode())
@@ -505,28 +504,40 @@ def test_a_short_document_is_kept_whole_and_listed_so(loaded: tuple[Any, Any], t
 
 
 @pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("seconds", [0.02, 4.0])
+@pytest.mark.parametrize("hangs", [False, True])
 def test_an_answer_that_takes_too_long_ends_with_an_error(
-    loaded: tuple[Any, Any], slow: Slow, tmp_path: Path, seconds: float, stream: bool
+    loaded: tuple[Any, Any], gate: Gate, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, hangs: bool, stream: bool
 ) -> None:
     """One whose tokens come and do not end, and one whose step hangs; then the server answers as before."""
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path, rows=2, answer_seconds=0.5)
     body = {"model": "tiny", "prompt": "Once", "max_tokens": 2000, "temperature": 0}
+    expire = Answer.expire
+
+    def not_before_some_words(answer: Answer) -> None:
+        if not hangs and answer.tokens < 20:
+            asyncio.get_running_loop().call_later(0.1, not_before_some_words, answer)
+        else:
+            expire(answer)
+
+    monkeypatch.setattr(Answer, "expire", not_before_some_words)
+    # All tokens would take longer than a test waits for anything.
+    slow = loaded[0].register_forward_pre_hook(lambda *_: time.sleep(LONGEST_WAIT / 2000))
     with started(made := Server(service)):
-        slow.seconds = seconds
-        begun = time.monotonic()
+        if hangs:
+            gate.close()
         status, told, _ = call(made, "POST", "/v1/completions", {**body, "stream": stream})
-        took, slow.seconds = time.monotonic() - begun, 0.0
+        gate.open()
+        slow.remove()
         error = json.loads(told.strip().rpartition("data: ")[2]) if stream else told
         assert "longer than 0.5 s" in error["error"]["message"] and "--answer-seconds" in error["error"]["message"]
-        assert (status, error["error"]["code"]) == (200 if stream else 504, "answer_timeout") and took < 3.5
-        assert ("text" in told) == (stream and seconds < 0.5), "what came before is not lost"
-        assert wait_for(lambda: busy(made) == 0)
+        assert (status, error["error"]["code"]) == (200 if stream else 504, "answer_timeout")
+        assert ("text" in told) == (stream and not hangs), "what came before is not lost"
+        wait_for(lambda: busy(made) == 0, "an engine that works for no answer that has ended")
+        service.answer_seconds = LONGEST_WAIT
         assert call(made, "POST", "/v1/completions", {**body, "max_tokens": 3})[0] == 200
 
 
-def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, tmp_path: Path) -> None:
-    slow.seconds = 0.01
+def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], gate: Gate, tmp_path: Path) -> None:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
     answers: list[Any] = []
     with started(made := Server(service)) as address:
@@ -535,28 +546,32 @@ def test_a_stop_answers_what_was_accepted(loaded: tuple[Any, Any], slow: Slow, t
         def ask() -> None:
             answers.append(client.completions.create(model="tiny", prompt="Once", max_tokens=20))
 
+        gate.close()
         threads = [threading.Thread(target=ask) for _ in range(2)]
         for thread in threads:
             thread.start()
-        assert wait_for(lambda: busy(made) == 2)
-    for thread in threads:
-        thread.join()
-    slow.seconds = 0.0
+        wait_for(lambda: busy(made) == 2, "two requests")
+        made._server.should_exit = True
+        wait_for(lambda: service.stopping, "a server that stops")
+        gate.open()
+    join_all(threads)
     assert [answer.usage.completion_tokens for answer in answers] == [20, 20]
 
 
 @pytest.fixture
-def pdf() -> Any:
+def pdf(monkeypatch: pytest.MonkeyPatch) -> Any:
     pytest.importorskip("pypdf", reason="not installed: pip install 'kvsketch[pdf]'")
     from tests.helpers import pdf
 
+    # No process ends because its time is over.
+    monkeypatch.setattr(app, "SENT", replace(app.SENT, seconds=10 * LONGEST_WAIT))
     return pdf
 
 
 def half_open(server: Server, data: bytes) -> socket.socket:
     """A connection on which `data` has been sent."""
     host, _, port = urlsplit(server.address).netloc.partition(":")
-    raw = socket.create_connection((host, int(port)), timeout=30)
+    raw = socket.create_connection((host, int(port)), timeout=LONGEST_WAIT)
     raw.sendall(data)
     return raw
 
@@ -567,38 +582,37 @@ def posted(path: str, body: bytes, kind: str = "application/json") -> bytes:
 
 
 def test_the_process_that_reads_a_pdf_ends_with_its_client(server: Server, pdf: Any) -> None:
-    body = FORM % pdf.pdf(lines=100_000)
+    body = FORM % pdf.pdf(**pdf.ENDLESS)
     raw = half_open(server, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
-    assert wait_for(lambda: len(pdf.readers()) == 1)
+    wait_for(lambda: len(pdf.readers()) == 1, "a process that reads")
     raw.close()
-    assert wait_for(lambda: pdf.readers() == [])
+    wait_for(lambda: pdf.readers() == [], "the end of the process")
 
 
 def test_a_stop_does_not_wait_for_a_pdf(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
-    service, body = start_service(*loaded, "tiny", METHOD, folder=tmp_path), FORM % pdf.pdf(lines=100_000)
-    with started(made := Server(service)):
+    service, body = start_service(*loaded, "tiny", METHOD, folder=tmp_path), FORM % pdf.pdf(**pdf.ENDLESS)
+    with started(made := Server(service, drain=10 * int(LONGEST_WAIT))):
         raw = half_open(made, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
-        assert wait_for(lambda: len(pdf.readers()) == 1)
-        start = time.monotonic()
-    assert time.monotonic() - start < 15 and pdf.readers() == []
+        wait_for(lambda: len(pdf.readers()) == 1, "a process that reads")
+    assert pdf.readers() == []
     told = raw.makefile("rb").read()
-    assert told.startswith(b"HTTP/1.1 503 ") and b"the server is stopping" in told
+    assert told.startswith(b"HTTP/1.1 503 ") and b"the file was not read: the server is stopping" in told
 
 
 def test_the_process_of_a_large_pdf_ends_with_its_client(loaded: tuple[Any, Any], pdf: Any, tmp_path: Path) -> None:
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
-    body = FORM % pdf.pdf(lines=100_000, picture=400_000)
+    body = FORM % pdf.pdf(**pdf.ENDLESS, picture=400_000)
     with started(made := Server(service)):
         raw = half_open(made, posted("/v1/documents", body, FORM_TYPE["Content-Type"]))
-        assert wait_for(lambda: len(pdf.readers()) == 1)
+        wait_for(lambda: len(pdf.readers()) == 1, "a process that reads")
         raw.close()
-        assert wait_for(lambda: pdf.readers() == [])
+        wait_for(lambda: pdf.readers() == [], "the end of the process")
 
 
 def test_a_large_pdf_is_read_and_one_beyond_the_limits_is_refused(
     loaded: tuple[Any, Any], pdf: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(app, "SENT", Limits(pages=3, seconds=30))
+    monkeypatch.setattr(app, "SENT", Limits(pages=3, seconds=LONGEST_WAIT))
     service = start_service(*loaded, "tiny", METHOD, folder=tmp_path)
     with started(made := Server(service)):
         large = FORM % pdf.pdf(pages=2, picture=400_000)

@@ -248,8 +248,10 @@ class Ticket:
             self._listener, self.cancelled = None, True
 
     def put(self, token: int, likely: Likely | None = None) -> None:
-        """For engines: one more token."""
+        """For engines: one more token; none after the end, which another thread may have set meanwhile."""
         with self._changed:
+            if self.finish_reason is not None:
+                return
             if likely is not None:
                 self._unsure += 1 - math.exp(min(0.0, likely.logprob))
                 if self.request.logprobs is not None:
