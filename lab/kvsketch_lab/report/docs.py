@@ -42,6 +42,7 @@ from kvsketch_lab.report import (
     equal_bytes,
     evidence,
     evidence_picture,
+    facts,
     figures,
     palette,
     papers,
@@ -277,7 +278,7 @@ class Numbers:
             lstrip_blocks=True,
         )
         tables = (
-            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, papers, ranking, recall, streams, vllm,
+            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, facts, papers, ranking, recall, streams, vllm,
             vllm_answers,
         )  # fmt: skip
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}

@@ -249,6 +249,17 @@ KINDS = (
         share=True,
     ),
     Kind(
+        name="facts",
+        title="Facts of texts of seven kinds",
+        text="The model reads lines, JSON keys, code, logs, a table, prose or turns of a chat, and is then asked "
+        "for one of its facts.",
+        measure="right answers",
+        metric="score",
+        setting=("text_kind",),
+        overall="all kinds of texts",
+        share=True,
+    ),
+    Kind(
         name="needle",
         title="Needle",
         text="A sentence hidden in real text, asked for at the end; means over all depths.",
