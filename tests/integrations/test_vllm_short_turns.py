@@ -134,13 +134,13 @@ def questions(bits: int, requests: int, tokens: int) -> tuple[Served, list[Promp
 @pytest.mark.parametrize(
     ("make", "bits", "requests", "tokens", "most"),
     [
-        (turns, 4, 1, 20, Counted((48, 93), (20, 34), (0, 0))),
+        (turns, 4, 1, 20, Counted((47, 93), (20, 34), (0, 0))),
         (turns, 4, 4, 20, Counted((59, 94), (20, 32), (0, 0))),
         (turns, 16, 4, 20, Counted((51, 64), (18, 26), (0, 0))),
         # Turns that are decided about after the last layer.
-        (turns, 4, 1, 63, Counted((41, 83), (14, 24), (838, 507))),
-        (turns, 16, 1, 63, Counted((35, 59), (14, 24), (377, 229))),
-        (questions, 4, 1, 20, Counted((85, 174), (30, 60), (0, 0))),
+        (turns, 4, 1, 63, Counted((41, 83), (14, 24), (682, 402))),
+        (turns, 16, 1, 63, Counted((35, 59), (14, 24), (374, 223))),
+        (questions, 4, 1, 20, Counted((82, 174), (30, 60), (0, 0))),
         (questions, 4, 4, 20, Counted((96, 177), (31, 60), (0, 0))),
         (questions, 16, 4, 20, Counted((76, 104), (23, 35), (0, 0))),
     ],
