@@ -28,7 +28,7 @@ from kvsketch.methods.parameters import option
 from kvsketch.methods.rehearse import FOLD, Rehearse
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems
 from kvsketch.methods.rehearse.rebuild import Rebuild
-from kvsketch.methods.waiting import NEG_INF, Waiting, newest, newest_slots
+from kvsketch.methods.waiting import NEG_INF, Waiting, newest_keys, newest_slots, newest_values
 from kvsketch.slots.codes import PlainSlots, coded
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.table import SlotTable
@@ -76,7 +76,8 @@ class BitsByHead(Rehearse):
         state = table.state_of(Waiting)
         assert state.again is not None and state.chunks is not None
         lengths = state.chunks[0].tolist()
-        keys, values = newest(table, newest_slots(table, sum(lengths)))
+        slots = newest_slots(table, sum(lengths))
+        keys, values = newest_keys(table, slots), newest_values(table, slots)
         rounded = [[coded(x, bits, table.padding).plain() for bits in KINDS] for x in (keys, values)]
         missing = None
         if table.padding is not None:

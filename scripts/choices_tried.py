@@ -31,7 +31,7 @@ from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import LayerProblems
 from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.rehearse.refit import HELD_BACK, RIDGES, WEIGHT_STEPS, Slots, fitted_weights, refit
-from kvsketch.methods.waiting import ALWAYS, NEG_INF, Waiting, newest, newest_slots
+from kvsketch.methods.waiting import ALWAYS, NEG_INF, Waiting, newest_keys, newest_slots, newest_values
 from kvsketch.slots.codes import PlainSlots
 from kvsketch.slots.table import SlotTable
 
@@ -83,7 +83,7 @@ class MovedRebuild(Rebuild):
 
     def problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
         result = super().problems(table, marks, behind)
-        held = newest(table, newest_slots(table, result.keys.shape[2], behind))[0]
+        held = newest_keys(table, newest_slots(table, result.keys.shape[2], behind))
         before = table.keys_before  # type: ignore[attr-defined]
         return result._replace(keys=before[:, :, -result.keys.shape[2] :].to(result.keys.dtype), held=held)
 
@@ -103,7 +103,8 @@ class Heads:
         assert state.again is not None and state.chunks is not None
         if len(state.again) > 1 or state.again.shape[2] > 1 or state.chunks[0].sum() != table.length:
             raise ValueError("choices-tried takes one text of one chunk; use fewer tokens, or chunk=4096")
-        keys, values = newest(table, newest_slots(table, table.length))
+        slots = newest_slots(table, table.length)
+        keys, values = newest_keys(table, slots), newest_values(table, slots)
         return cls(state.again[0, :, 0].float(), keys[0].float(), values[0].float(), table.forward.scale)
 
     def slots(self, head: int, stays: Tensor, held: Tensor | None = None) -> Slots:

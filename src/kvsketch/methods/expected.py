@@ -14,7 +14,7 @@ from kvsketch.methods.allocation import HEAD
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.parameters import option
-from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
+from kvsketch.methods.waiting import Waiting, WaitingMethod, newest_keys, newest_slots, newest_values, own_sinks
 from kvsketch.slots import packing
 from kvsketch.slots.table import SlotTable
 
@@ -84,7 +84,7 @@ class Expected(WaitingMethod):
         mean, covariance = moments(queries, table.context.rotary, table.before + position, counted)
         places = table.before + table.real_tokens()[:, :, 0] + torch.arange(self.future, device=table.device)  # [B, T]
         mean, covariance = rotated_on_average(mean, covariance, table.context.rotary, places)
-        keys, values = newest(table, slots)
+        keys, values = newest_keys(table, slots), newest_values(table, slots)
         logits = expected_logits(keys, mean, covariance, table.forward.scale)  # [B, H, G, n]
         attention = logits.masked_fill(~counted[:, None, None], -math.inf).softmax(-1).nan_to_num(0.0).mean(2)
         # Times the number of tokens: a part of a text then counts as the whole does.

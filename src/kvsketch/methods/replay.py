@@ -25,7 +25,7 @@ from kvsketch.methods import replay_map
 from kvsketch.methods.base import Method
 from kvsketch.methods.budget import Tokens
 from kvsketch.methods.replay_map import ReplayMap
-from kvsketch.methods.waiting import Waiting, WaitingMethod, newest, newest_slots, own_sinks
+from kvsketch.methods.waiting import Waiting, WaitingMethod, newest_keys, newest_slots, newest_values, own_sinks
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots import packing
 from kvsketch.slots.table import SlotTable
@@ -64,7 +64,7 @@ class Replay:
         state, waiting = table.state_of(Waiting), table.seen - table.settled
         packing.unpack(table)
         slots = newest_slots(table, waiting)[:, :, state.scored : state.scored + tokens]
-        keys = table.tokens_at(slots)[0]
+        keys = table.keys_at(slots)
         first = sink_keys(table, self.sinks) if table.settled + state.scored >= self.sinks else keys[:, :, :0]
         begun, q = copies.shape[2] - tokens, queries[:, :, -tokens:].to(keys.dtype)
         sinks = torch.cat([first, copies[:, :, :begun]], 2)
@@ -77,7 +77,8 @@ class Replay:
         assert state.score is not None
         slots = newest_slots(table, state.scored)
         hidden = None if table.padding is None else (table.padding - (table.seen - state.scored)).clamp_min(0)
-        return replay_map.features(state.score.gather(2, slots), *newest(table, slots), hidden)
+        keys, values = newest_keys(table, slots), newest_values(table, slots)
+        return replay_map.features(state.score.gather(2, slots), keys, values, hidden)
 
     def virtual(
         self,
@@ -95,7 +96,7 @@ class Replay:
         packing.unpack(table)
         new = queries.shape[2]
         slots = newest_slots(table, new, behind)  # [B, H, n]
-        keys = newest(table, slots, behind)[0]
+        keys = newest_keys(table, slots, behind)
         queries, pads = queries.to(keys.dtype), table.padding
         # Queries that waited are not those of all heads.
         if learns := self.learned is not None and table.forward.appended == new > 1:
@@ -221,7 +222,7 @@ def sink_keys(table: SlotTable, sinks: int) -> Tensor:  # [B, H, sinks, D]
     if table.exact and table.padding is None:
         return table.key_slots()[:, :, :sinks]
     first = table.position_slots().unsqueeze(-1) == torch.arange(sinks, device=table.device)  # [B, H, S, E]
-    return table.tokens_at(first.int().argmax(2))[0]
+    return table.keys_at(first.int().argmax(2))
 
 
 def sampled(again: Tensor, heads: int, chunks: int, hidden: Tensor | None, count: int) -> Tensor:

@@ -456,12 +456,14 @@ def own_sinks(table: SlotTable, sinks: int) -> int:
     return sinks if table.document is None else 0
 
 
-def newest(table: SlotTable, slots: Tensor, behind: int = 0) -> tuple[Tensor, Tensor]:
-    """Keys and values [B, H, n, D] of the slots of the newest tokens, but for the last `behind`."""
-    if table.exact:
-        own = slice(table.length - behind - slots.shape[2], table.length - behind)
-        return table.key_slots()[:, :, own], table.value_slots()[:, :, own]
-    return table.tokens_at(slots)
+def newest_keys(table: SlotTable, slots: Tensor, behind: int = 0) -> Tensor:  # [B, H, n, D]
+    """Keys of the slots of the newest tokens, but for the last `behind`."""
+    return at_newest(table, table.key_slots(), slots, behind) if table.exact else table.keys_at(slots)
+
+
+def newest_values(table: SlotTable, slots: Tensor, behind: int = 0) -> Tensor:  # [B, H, n, Dv]
+    """Values of the slots of the newest tokens, but for the last `behind`."""
+    return at_newest(table, table.value_slots(), slots, behind) if table.exact else table.values_at(slots)
 
 
 def newest_slots(table: SlotTable, count: int, behind: int = 0) -> Tensor:  # [B, H, count]

@@ -37,9 +37,11 @@ class LatentTable(SlotTable):
     def value_slots(self) -> Tensor:  # [B, 1, S, R]
         return super().key_slots()
 
-    def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        latents, rotary = super().tokens_at(slots)
-        return torch.cat([rotary, latents], -1), latents
+    def keys_at(self, slots: Tensor) -> Tensor:
+        return torch.cat([super().values_at(slots), super().keys_at(slots)], -1)
+
+    def values_at(self, slots: Tensor) -> Tensor:
+        return super().keys_at(slots)
 
     def read(self) -> StoredSlots:
         if reads_codes(self):

@@ -236,12 +236,12 @@ class SlotTable:
 
     def equal_slots(self) -> tuple[Slots, Slots]:
         """Keys and values by slot number as they are stored, rows of the hot set behind the slots included."""
+        return self._equal(self.keys), self._equal(self.values)
+
+    def _equal(self, slots: Slots) -> Slots:
         if self.pages is not None:
-            rows = self.pages.clamp_min(0)
-            return self.keys.rows(rows), self.values.rows(rows)
-        if self.layout is None:
-            return self.keys, self.values
-        return self.keys.moved(self.layout.unpacked), self.values.moved(self.layout.unpacked)
+            return slots.rows(self.pages.clamp_min(0))
+        return slots if self.layout is None else slots.moved(self.layout.unpacked)
 
     def stores(self) -> tuple[Tensor | SlotCodes, Tensor | SlotCodes]:
         """The same as kernels read them."""
@@ -251,22 +251,25 @@ class SlotTable:
         return keys.read, values.read
 
     def key_slots(self) -> Tensor:  # [B, H, S, D]
-        keys = self.equal_slots()[0]
+        keys = self._equal(self.keys)
         return (keys.read if isinstance(keys, PlainSlots) else keys.plain())[:, :, : self.length]
 
     def value_slots(self) -> Tensor:  # [B, H, S, Dv]
-        values = self.equal_slots()[1]
+        values = self._equal(self.values)
         return (values.read if isinstance(values, PlainSlots) else values.plain())[:, :, : self.length]
 
     @property
     def key_size(self) -> int:
         """D, the size of a key."""
-        return self.equal_slots()[0].shape[3]
+        return self._equal(self.keys).shape[3]
 
-    def tokens_at(self, slots: Tensor) -> tuple[Tensor, Tensor]:
-        """Keys and values [B, H, m, D] of the slots [B, H, m] alone."""
-        keys, values = self.equal_slots()
-        return keys.at(slots), values.at(slots)
+    def keys_at(self, slots: Tensor) -> Tensor:  # [B, H, m, D]
+        """Keys of the slots [B, H, m] alone."""
+        return self._equal(self.keys).at(slots)
+
+    def values_at(self, slots: Tensor) -> Tensor:  # [B, H, m, Dv]
+        """Values of the slots [B, H, m] alone."""
+        return self._equal(self.values).at(slots)
 
     # which token a slot holds, and what it weighs
 

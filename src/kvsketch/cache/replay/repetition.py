@@ -22,7 +22,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.cache.masks import Prompt
 from kvsketch.cache.replay import probes, promise
 from kvsketch.methods.replay import Piece, ReplayedMethod, repeats
-from kvsketch.methods.waiting import newest, newest_slots
+from kvsketch.methods.waiting import newest_keys, newest_slots
 from kvsketch.slots.tensors import plain
 
 if TYPE_CHECKING:
@@ -106,7 +106,7 @@ def _say(cache: CompressedCache, method: ReplayedMethod, model: Any, said: Tenso
 
 def _keys(layer: SlotLayer, count: int) -> Tensor:
     """The keys of the newest tokens, which are about to go."""
-    return newest(layer.table, newest_slots(layer.table, count))[0].clone()
+    return newest_keys(layer.table, newest_slots(layer.table, count)).clone()
 
 
 def _require(cache: CompressedCache, input_ids: Tensor, unreplayed: int) -> None:

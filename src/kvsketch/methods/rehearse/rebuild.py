@@ -16,8 +16,9 @@ from kvsketch.methods.waiting import (
     Waiting,
     WaitingMethod,
     at_newest,
-    newest,
+    newest_keys,
     newest_slots,
+    newest_values,
     own_sinks,
     settle_slots,
 )
@@ -69,13 +70,13 @@ class Rebuild:
         assert state.again is not None and state.chunks is not None
         lengths = state.chunks[0].tolist()
         slots = newest_slots(table, sum(lengths), behind)  # [B, H, m]
-        keys, values = newest(table, slots, behind)
+        keys, values = newest_keys(table, slots, behind), newest_values(table, slots, behind)
         first = first_keys(table, self.method.sinks)
         sinks = first.flatten(0, 1) if first.shape[2] else None
         held = None
         if table.context.bits.keys != UNQUANTISED:
             coding.code(table, "keys")
-            held = newest(table, slots, behind)[0]
+            held = newest_keys(table, slots, behind)
         worth = at_newest(table, self.method.worth(table), slots, behind) if self.folds else slots[:, :, :0].float()
         start, places = table.seen - behind - sum(lengths), state.places(table.device)
         own = own_sinks(table, self.method.sinks)
@@ -110,7 +111,7 @@ class Rebuild:
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
             weights.view(-1).index_copy_(0, at, changes.log_weights)
             if not coding.replace_at(table, at, changes.values):
-                values, changed = newest(table, slots, behind)[1].contiguous(), torch.full_like(slots, -1)
+                values, changed = newest_values(table, slots, behind).contiguous(), torch.full_like(slots, -1)
                 values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values)
                 changed.view(-1).index_copy_(0, changes.place, slots.flatten()[changes.place])
                 coding.replace_values(table, changed, values)
