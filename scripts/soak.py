@@ -80,8 +80,8 @@ def generator(model: Any, cache: CompressedCache, prompt: torch.Tensor, tokens: 
     return step
 
 
-def soak(method: str, options: argparse.Namespace) -> dict[str, Any]:
-    """The data of one method's record."""
+def soak(method: str, options: argparse.Namespace, clock: Callable[[], float] | None = None) -> dict[str, Any]:
+    """The data of one method's record; `clock` in place of that of the device."""
     torch.set_num_threads(1)
     on = Device(options.device)
     if options.model == RANDOM:
@@ -95,7 +95,7 @@ def soak(method: str, options: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         step = generator(model, cache, prompt, options.tokens)
         # A CPU is shared: what other processes take of it must not count.
-        clock = time.perf_counter if options.device == "cuda" else time.process_time
+        clock = clock or (time.perf_counter if options.device == "cuda" else time.process_time)
         done = 1
         for end in [min(WARM_UP, options.tokens // 2), *ends(options.tokens, options.intervals)]:
             on.synchronize()

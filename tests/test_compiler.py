@@ -8,7 +8,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +15,7 @@ import pytest
 
 from kvsketch import compiler, environment
 from kvsketch.ops.common import native
+from tests.helpers.waiting import wait_for
 
 COMPILER = shutil.which("cc") or shutil.which("gcc") or shutil.which("clang") or ""
 needs_compiler = pytest.mark.skipif(not COMPILER, reason="no C compiler")
@@ -153,15 +153,11 @@ def test_a_home_that_cannot_be_written_serves_one_process(home: Path) -> None:
 @needs_compiler
 def test_a_kill_leaves_nothing_behind(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun = tmp_path / "begun"
-    slow = script(tmp_path / "slow", f"touch {begun} $TMPDIR/part.s\nexec sleep 60")
+    slow = script(tmp_path / "slow", f"touch {begun} $TMPDIR/part.s\nexec sleep 3600")
     code = f"from kvsketch import compiler; compiler.ROOT = compiler.Path({str(compiler.ROOT)!r}); compiler.programs()"
     child = subprocess.Popen([sys.executable, "-c", code], env={**os.environ, "CC": str(slow)}, start_new_session=True)
     try:
-        for _ in range(600):
-            if begun.exists():
-                break
-            time.sleep(0.1)
-        assert begun.exists()
+        wait_for(begun.exists, "a compiler that has begun")
     finally:
         os.killpg(child.pid, signal.SIGKILL)
         child.wait()

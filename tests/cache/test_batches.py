@@ -9,7 +9,7 @@ import torch
 
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import FED, bounded, generate, padded, with_budget
+from tests.helpers.common import FED, bounded, generate, padded, thinned, with_budget
 
 METHODS = list(FED)
 BOUNDED = bounded()
@@ -21,7 +21,7 @@ def fed(model: Any, cache: Any, pieces: list[torch.Tensor]) -> torch.Tensor:
         return torch.cat([model(piece, past_key_values=cache).logits[0] for piece in pieces])
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_a_row_that_ends_early_leaves_the_others_alone(name: str) -> None:
     model = zoo.build("llama")
     ids, mask = padded(zoo.tokens(3, 40), [0, 12, 5])
@@ -39,7 +39,7 @@ def test_a_row_that_ends_early_leaves_the_others_alone(name: str) -> None:
     assert stopped[1, 4:].eq(0).all() and stopped.shape[1] > 5
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_each_of_several_samples_is_what_it_would_be_alone(name: str) -> None:
     """The probabilities a sample was drawn from are those of its own text replayed."""
     model, ids = zoo.build("llama"), zoo.tokens(2, 40)

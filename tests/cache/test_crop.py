@@ -88,7 +88,7 @@ def test_what_was_compressed_cannot_be_taken_back(name: str, family: str) -> Non
         assert torch.equal(read(model, cache, ids, [1]), read(model, untouched, ids, [1]))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_a_row_that_is_cropped_to_padding_alone_begins_with_the_next_token(name: str) -> None:
     """The crop takes back the padding behind it too: what comes next is real."""
     model, (ids, mask) = zoo.build("llama"), padded(zoo.tokens(2, 90), [0, 45])
@@ -141,7 +141,7 @@ def test_tokens_taken_back_never_came_or_the_crop_is_refused(name: str, budget: 
         assert (name != "quest") == bool(refused) or budget == "96"
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_all_tokens_can_always_go(name: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(2, 60)
     cache, new = (CompressedCache(model, with_budget(name, 16)) for _ in range(2))
@@ -151,7 +151,7 @@ def test_all_tokens_can_always_go(name: str) -> None:
     assert torch.equal(*(read(model, each, ids[:1], [40, 1, 6]) for each in (cache, new)))
 
 
-@pytest.mark.parametrize(("name", "family"), [*((name, "llama") for name in METHODS), ("h2o", "gemma3")])
+@pytest.mark.parametrize(("name", "family"), [*thinned((name, "llama") for name in METHODS), ("h2o", "gemma3")])
 def test_no_token_can_go_at_any_time(name: str, family: str) -> None:
     """transformers crops by 0, as an int or a tensor, after every forward of assisted decoding."""
     model, ids = zoo.build(family), zoo.tokens(1, 70)
@@ -234,7 +234,7 @@ def shares(cache: CompressedCache) -> set[int]:
     return {layer.table.prompt_tokens for layer in cache.slot_layers}
 
 
-@pytest.mark.parametrize(("name", "source"), [*((name, "lookup") for name in BOUNDED), ("h2o", "assistant")])
+@pytest.mark.parametrize(("name", "source"), [*thinned((name, "lookup") for name in BOUNDED), ("h2o", "assistant")])
 def test_every_turn_has_its_own_share(name: str, source: str) -> None:
     """Half of the text up to the last prompt, whether drafts came with it or not; rejected ones never count."""
     model = zoo.build("llama")
@@ -256,7 +256,7 @@ def test_every_turn_has_its_own_share(name: str, source: str) -> None:
     assert 0.6 * (third // 2) < cache.tokens_stored <= third // 2
 
 
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", thinned(BOUNDED))
 def test_the_budget_holds_after_assisted_decoding(name: str) -> None:
     model, method = zoo.build("llama"), with_budget(name, 16)
     cache = CompressedCache(model, method)
@@ -268,7 +268,7 @@ def test_the_budget_holds_after_assisted_decoding(name: str) -> None:
 
 
 @pytest.mark.parametrize("prefill", ["exact", "stream"])
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", thinned(BOUNDED))
 def test_a_prompt_that_is_fed_after_assisted_decoding_is_compressed_at_once(name: str, prefill: str) -> None:
     model = zoo.build("llama")
     cache = CompressedCache(model, with_budget(name, 16).replace("budget=16", "budget=50%"), prefill=prefill, chunk=16)

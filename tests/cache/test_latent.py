@@ -23,7 +23,7 @@ from kvsketch.slots.heads import head_share
 from kvsketch.slots.table import stored_vectors
 from tests.cache.test_tensor_parallel import Mesh
 from tests.helpers import zoo
-from tests.helpers.common import generate, held, padded, thinned, with_budget
+from tests.helpers.common import also, generate, held, padded, thinned, with_budget
 from tests.serve.test_engine import AsksNothing
 
 YARN = {
@@ -75,8 +75,8 @@ def apart(ours: Tensor, expected: Tensor) -> float:
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("pads", [[0], [0, 4, 17]], ids=["alone", "left-padded"])
-@pytest.mark.parametrize("pieces", [[50], [1] * 24, [30, 1, 1, 1, 16, 1]], ids=["whole", "by token", "turns"])
+@pytest.mark.parametrize("pads", [*also([0]), [0, 4, 17]], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("pieces", [*also([50], [1] * 24), [30, 1, 1, 1, 16, 1]], ids=["whole", "by token", "turns"])
 def test_full_gives_the_logits_of_dynamic_cache(name: str, pads: list[int], pieces: list[int]) -> None:
     model = build(name)
     ids, mask = padded(zoo.tokens(len(pads), sum(pieces)), pads)

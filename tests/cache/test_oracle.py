@@ -14,7 +14,7 @@ import torch
 
 from kvsketch import CompressedCache
 from tests.helpers import zoo
-from tests.helpers.common import FED, padded, with_budget
+from tests.helpers.common import FED, also, padded, with_budget
 
 SINKS, BUDGET, PROMPT, STEPS = 2, 12, 30, 14
 ONE_WEIGHT = [name for name, method in FED.items() if method.family in ("evict",) or name == "uniform"]
@@ -84,8 +84,9 @@ SCHEDULES = {
 
 ALONE, PADDED = [0], [0, 4, 17]
 # All families by the schedule that holds every kind of forward; each schedule by each way to reach attention.
-CASES = [(family, "second_turn", PADDED) for family in zoo.FAMILIES if family != "llama"]
-CASES += [("llama", schedule, pads) for schedule in SCHEDULES for pads in (ALONE, PADDED)]
+CASES: list[Any] = [(family, "second_turn", PADDED) for family in zoo.FAMILIES if family != "llama"]
+CASES += [("llama", schedule, PADDED) for schedule in SCHEDULES]
+CASES += also(*(("llama", schedule, ALONE) for schedule in SCHEDULES))
 CASES += [(family, "after_each_chunk", ALONE) for family in ("gemma3", "gpt_oss", "gptj", "mpt")]
 CASES += [(family, "decode_only", PADDED) for family in ("gemma3", "opt", "gpt2", "mpt")]
 

@@ -65,7 +65,7 @@ def test_generation_modes_with_room_for_everything(name: str, mode: str) -> None
     assert_same(*results)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_padded_beams_and_chunks(name: str) -> None:
     model = zoo.build("qwen3")
     ids, mask = padded(zoo.tokens(2, 20), [0, 9])
@@ -75,7 +75,7 @@ def test_padded_beams_and_chunks(name: str) -> None:
         assert_same(ours, generate(model, ids, DynamicCache(config=model.config), attention_mask=mask, **options))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_prompt_lookup_decoding(name: str) -> None:
     model = zoo.build("llama")
     ids = zoo.tokens(1, 6).repeat(1, 4)
@@ -100,7 +100,7 @@ def test_two_turns_with_one_cache(name: str) -> None:
     assert transcripts[0] == transcripts[1]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_reset_starts_anew(name: str) -> None:
     model = zoo.build("llama")
     cache = CompressedCache(model, with_budget(name, 12))

@@ -19,6 +19,7 @@ import kvsketch
 from kvsketch.cache import sessions
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model
+from tests.helpers.waiting import LONGEST_WAIT
 
 METHOD = "streamingllm:budget=12"
 OPTIONS: dict[str, Any] = {"max_new_tokens": 8, "do_sample": False}
@@ -114,7 +115,7 @@ def test_a_thread_that_outlives_the_block_runs_plainly(model: Any) -> None:
 
 def test_threads_with_sessions_of_their_own_and_one_without(model: Any) -> None:
     """All inside at once; each starts a thread of its own in its block."""
-    ids, inside = zoo.tokens(1, 30), threading.Barrier(3, timeout=60)
+    ids, inside = zoo.tokens(1, 30), threading.Barrier(3, timeout=LONGEST_WAIT)
     plain = model.generate(ids, **OPTIONS).tolist()
     result: dict[int, Any] = {}
 

@@ -17,7 +17,7 @@ from kvsketch import CompressedCache, ops
 from kvsketch.cache.document import attention_to, joined
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
-from tests.helpers.common import generate
+from tests.helpers.common import also, generate
 from tests.helpers.tiny import save_tiny_model
 
 LENGTH, ASKED = 150, 21
@@ -179,7 +179,7 @@ def test_token_by_token_is_at_once(method: str) -> None:
 
 
 @pytest.mark.parametrize("method", FORMS)
-@pytest.mark.parametrize("prefill", ["exact", "stream"])
+@pytest.mark.parametrize("prefill", ["exact", *also("stream")])
 def test_a_row_alone_is_that_row_of_a_padded_batch(method: str, prefill: str) -> None:
     model, pads = zoo.build("llama"), [0, 4, 15]
     document = read(model, method, prefill=prefill, chunk=64)
@@ -204,7 +204,7 @@ def tensors_of(cache: CompressedCache) -> list[Tensor]:
     return [tensor.clone() for layer in cache.slot_layers for tensor in layer.table.tensors()]
 
 
-@pytest.mark.parametrize("method", FORMS)
+@pytest.mark.parametrize("method", [*FORMS[1::2], *also(*FORMS[::2])])
 def test_a_long_tail_is_compressed_and_the_document_stays_as_it_is(method: str) -> None:
     model = zoo.build("llama", max_position_embeddings=2048)
     document = read(model, method)

@@ -19,7 +19,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.slots.table import SlotTable
 from tests.cache.test_oracle import oracle
 from tests.helpers import zoo
-from tests.helpers.common import FED, bounded, generate, padded, with_budget
+from tests.helpers.common import FED, bounded, generate, padded, thinned, with_budget
 
 METHODS = list(FED)
 BOUNDED = bounded()
@@ -54,7 +54,7 @@ def tensors_of(table: SlotTable) -> list[Tensor]:
     return [table.key_slots()[real], table.value_slots()[real]]
 
 
-@pytest.mark.parametrize("method", [*(with_budget(name, 16) for name in SINGLE), "uniform:budget=25%", *FORMS])
+@pytest.mark.parametrize("method", thinned([*(with_budget(name, 16) for name in SINGLE), "uniform:budget=25%", *FORMS]))
 def test_one_forward_and_many_leave_the_same_cache(method: str) -> None:
     """The prompt at once, chunk by chunk, and as generate prepares it; then a second turn."""
     model = zoo.build("llama")
@@ -266,7 +266,7 @@ def test_transformers_own_chunks_are_the_same_chunks() -> None:
     ("length", "shares", "prefill"),
     [(4 * CHUNK, [12, 24, 36, 48], "exact"), (4 * CHUNK + 1, [12, 24, 36, 48, 48], "stream")],
 )
-@pytest.mark.parametrize("name", BOUNDED)
+@pytest.mark.parametrize("name", thinned(BOUNDED))
 def test_transformers_own_chunks_know_of_no_prompt(name: str, length: int, shares: list[int], prefill: str) -> None:
     """A share is of what has come so far; a last chunk of one token counts as a generated one."""
     model, ids = zoo.build("llama"), zoo.tokens(1, length)

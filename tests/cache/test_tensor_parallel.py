@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import os
-import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -22,6 +21,7 @@ from kvsketch.slots import heads as parallel
 from tests.helpers import zoo
 from tests.helpers.common import also
 from tests.helpers.tensor_parallel_worker import METHODS, VOCABULARY, converse, load
+from tests.helpers.waiting import LONGEST_WAIT
 
 ROOT = Path(__file__).parents[2]
 Results = dict[str, Any]
@@ -70,10 +70,7 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 def processes(folder: Path, chosen: list[str]) -> list[Results]:
     """What two processes found; one launch for all tests."""
     command = [sys.executable, "-m", "tests.helpers.tensor_parallel_worker", str(folder), *chosen]
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = free.getsockname()[1]
-    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "", "WORLD_SIZE": "2",
-              "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}  # fmt: skip
+    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "", "WORLD_SIZE": "2"}
     errors = [folder / f"process_{rank}.txt" for rank in range(2)]
     both = []
     for rank, file in enumerate(errors):
@@ -82,7 +79,7 @@ def processes(folder: Path, chosen: list[str]) -> list[Results]:
             both.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said))
     try:
         for process, file in zip(both, errors, strict=True):
-            assert process.wait(300) == 0, file.read_text()[-4000:]
+            assert process.wait(10 * LONGEST_WAIT) == 0, file.read_text()[-4000:]
     finally:
         for process in both:
             process.kill()

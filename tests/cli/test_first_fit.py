@@ -21,6 +21,7 @@ from kvsketch.methods import parse_method
 from kvsketch.models import fit_texts
 from kvsketch.models.files import locked
 from tests.helpers.tiny import save_tiny_model
+from tests.helpers.waiting import LONGEST_WAIT, join_all
 
 TEXT = "The harbour was rebuilt in 1921. Its second basin is 14 metres deep.\n" * 4
 METHOD = "rehearse:budget=1/2:chunk=64:sinks=2:recent=4"
@@ -132,10 +133,18 @@ def test_a_fit_that_would_take_long_says_how_to_do_it(home: Path, folder: str, m
     assert "replay=learned" in read(home, folder).stderr
 
 
-def test_the_time_of_a_fit_grows_with_its_tokens(loaded: Any) -> None:
-    ids = torch.zeros(1, 200, dtype=torch.int64)
-    one = min(first_fit.seconds_of_fit(loaded[0], [ids]) for _ in range(3))
-    assert 0 < one < first_fit.LONGEST < first_fit.seconds_of_fit(loaded[0], [ids] * 10**7)
+def test_the_time_of_a_fit_grows_with_its_tokens(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    ids, own, now = torch.zeros(1, 200, dtype=torch.int64), first_fit.prefill, [0.0]
+
+    def reads(model: Any, ids: torch.Tensor, cache: Any) -> torch.Tensor:
+        now[0] += 0.002 * ids.shape[1]
+        return own(model, ids, cache)
+
+    monkeypatch.setattr(first_fit, "prefill", reads)
+    monkeypatch.setattr(first_fit.time, "perf_counter", lambda: now[0])
+    for parts in (1, 10**4):
+        seconds = first_fit.seconds_of_fit(loaded[0], [ids] * parts)
+        assert seconds == pytest.approx(0.002 * 200 * parts * first_fit.READINGS)
 
 
 def test_a_gpu_times_a_text_as_long_as_those_of_the_fit(loaded: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -182,19 +191,19 @@ def test_a_second_process_waits_for_the_file_of_the_first(
 ) -> None:
     model, tokenizer = loaded
     path = fitting.default_path(CompressedCache(model).identity.describe())
-    calls = []
+    calls, waits = [], threading.Event()
     monkeypatch.setattr(learning, "learn", lambda *args, **_: calls.append(args))
+    monkeypatch.setattr(first_fit, "locked", lambda path: waits.set() or locked(path))
     waiting = threading.Thread(
         target=first_fit.fit_first, args=(model, tokenizer, first_fit.with_auto(METHOD), "tiny", Fit.ALWAYS)
     )
     with locked(path):
         waiting.start()
-        waiting.join(0.3)
-        assert waiting.is_alive() and not calls
+        assert waits.wait(LONGEST_WAIT) and waiting.is_alive() and not calls
         maps = fitting.ReplayMap({0: torch.zeros(4, 18, 8)}, {0: torch.zeros(2, 8, 1)})
         fitting.save(path, fitting.Learned(maps, None), CompressedCache(model).identity.describe())
-    waiting.join(30)
-    assert not waiting.is_alive() and not calls
+    join_all([waiting])
+    assert not calls
 
 
 def test_a_fit_that_fails_does_not_stop_the_command(home: Path, folder: str, monkeypatch: pytest.MonkeyPatch) -> None:

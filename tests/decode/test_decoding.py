@@ -25,6 +25,7 @@ from kvsketch.decode import captured as decoding
 from kvsketch.decode.sampling import Sampler, largest
 from tests.helpers import zoo
 from tests.helpers.common import FED, also, padded, thinned, with_budget
+from tests.helpers.waiting import LONGEST_WAIT
 
 METHODS = list(FED)
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -182,7 +183,7 @@ def test_same_tokens_beside_a_document(method: str, pads: list[int], monkeypatch
     assert caches[0].tokens_stored == caches[1].tokens_stored
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_a_second_turn_after_captured_decoding(name: str) -> None:
     model = zoo.build("llama").to(DEVICE)
     first, second = zoo.tokens(1, 40).to(DEVICE), zoo.tokens(1, 9, seed=2).to(DEVICE)
@@ -201,7 +202,7 @@ def test_a_second_turn_after_captured_decoding(name: str) -> None:
     assert transcripts[0] == transcripts[1]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", thinned(METHODS))
 def test_tokens_hidden_inside_a_row_are_read_eagerly_or_refused(name: str) -> None:
     """A captured step reads no mask."""
     model, ids = zoo.build("llama").to(DEVICE), zoo.tokens(2, 30).to(DEVICE)
@@ -296,7 +297,7 @@ def test_what_is_no_prompt_is_refused(inputs: Any, said: str) -> None:
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
-@pytest.mark.parametrize("name", [name for name in METHODS if name != "full"])
+@pytest.mark.parametrize("name", thinned(name for name in METHODS if name != "full"))
 def test_the_models_own_modules_captured_give_the_tokens_of_generate_bit_by_bit(name: str) -> None:
     model, ids = zoo.build("llama").to(DEVICE).bfloat16(), zoo.tokens(2, 60).to(DEVICE)
     options = {"max_new_tokens": 64, "min_new_tokens": 64, "do_sample": False, "pad_token_id": 0}
@@ -386,7 +387,7 @@ def test_what_is_recorded_has_run_before(method: str, monkeypatch: pytest.Monkey
 
 def test_nobody_else_is_at_work_while_a_step_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture that meets another thread's prompt or step is lost."""
-    model, started = zoo.build("llama").to(DEVICE), threading.Barrier(3, timeout=60)
+    model, started = zoo.build("llama").to(DEVICE), threading.Barrier(3, timeout=LONGEST_WAIT)
     record, forward = decoding.Step._record, type(model).forward
     recording: list[int] = []
     met: list[set[int]] = []

@@ -7,7 +7,6 @@ import json
 import multiprocessing
 import pickle
 import signal
-import time
 from collections.abc import Hashable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +26,7 @@ from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptio
 from kvsketch_lab.options import option
 from tests.helpers import tiny, zoo
 from tests.helpers.experiments import run_experiment
+from tests.helpers.waiting import wait_for
 
 calls: list[str] = []
 
@@ -37,7 +37,7 @@ class ToyOptions(ExperimentOptions):
     samples: int = option(6, "samples", least=1)
     bad: int = option(-1, "a sample that fails")
     explode: int = option(-1, "a sample that fails with its whole group")
-    seconds: float = option(0.0, "how long a sample takes")
+    hang: int = option(0, "after so many cells the run waits for its end; 0: never")
 
 
 class Toy(Experiment):
@@ -67,7 +67,8 @@ class Toy(Experiment):
         for cell in cells:
             number = int(cell.sample[len("sample=") :])
             calls.append(cell.key)
-            time.sleep(self.options.seconds)
+            if len(calls) == 1 + self.options.hang > 1:
+                signal.pause()
             if number == self.options.explode:
                 raise RuntimeError("out of\nluck")
             yield cell, failure(ValueError("bad sample")) if number == self.options.bad else {"score": number / 2}
@@ -103,10 +104,9 @@ def test_records_say_what_was_measured_and_are_made_once(tmp_path: Path) -> None
 
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "toy_example.jsonl"
-    child = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path, "--seconds", "0.03"))
+    child = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path, "--hang", "8"))
     child.start()
-    while not path.exists() or len(path.read_bytes().splitlines()) < 5:
-        time.sleep(0.01)
+    wait_for(lambda: path.exists() and len(path.read_bytes().splitlines()) >= 5, "five lines")
     assert child.pid is not None
     child.kill()
     child.join()

@@ -78,7 +78,7 @@ class RunInsteadOfReplay:
             table.seen, table.new_tokens, table.prompt_tokens = values
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", common.thinned(METHODS))
 def test_captured_steps_give_the_same_tokens(method: str, monkeypatch: pytest.MonkeyPatch) -> None:
     model, inputs = batch((0, 7, 25))
     if torch.cuda.is_available():

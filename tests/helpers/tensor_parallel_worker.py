@@ -1,13 +1,15 @@
 """What one process of a tensor parallel group does for test_tensor_parallel.py; the test runs the same by itself.
 
-    torchrun --nproc-per-node 2 --module tests.helpers.tensor_parallel_worker FOLDER METHOD ...
+    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 python -m tests.helpers.tensor_parallel_worker FOLDER METHOD ...
 
-FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json.
+FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json. They find
+each other through FOLDER/group, not through a port that somebody else may take.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -76,6 +78,8 @@ def load(folder: Path, **sizes: int) -> Any:
 
 
 def main(folder: Path, *methods: str) -> None:
+    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group("gloo", f"file://{folder.resolve()}/group", rank=rank, world_size=processes)
     model = load(folder / "divisible", tp_size=2)
     results: dict[str, Any] = {method: converse(model, method) for method in methods}
     results["refusals"] = refusals(model, folder)

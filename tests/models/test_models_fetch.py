@@ -20,6 +20,7 @@ import pytest
 from kvsketch import models
 from kvsketch.models import fetch, files
 from kvsketch.models.catalog import CATALOG, Part
+from tests.helpers.waiting import LONGEST_WAIT
 
 PARTS = 3
 posix = pytest.mark.skipif(sys.platform == "win32", reason="needs fork and SIGKILL")
@@ -170,7 +171,7 @@ def run_in_child(work: Callable[[], object]) -> int:
     """The exit code of `work` in a forked process: 0, or minus the signal that ended it."""
     child = multiprocessing.get_context("fork").Process(target=work)
     child.start()
-    child.join(60)
+    child.join(LONGEST_WAIT)
     assert child.exitcode is not None, "the child hangs"
     return child.exitcode
 
@@ -229,7 +230,7 @@ def test_processes_that_pull_at_once_fetch_once(registry: Registry, cache: Path)
     for child in children:
         child.start()
     for child in children:
-        child.join(60)
+        child.join(LONGEST_WAIT)
     assert [child.exitcode for child in children] == [0, 0, 0, 0]
     assert registry.downloads == registry.requirements
     assert fetch.model_file("toy").read_bytes() == registry.content

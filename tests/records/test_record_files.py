@@ -17,6 +17,7 @@ import pytest
 from kvsketch_lab import records
 from kvsketch_lab.records import stamp
 from kvsketch_lab.records.files import archive_of
+from tests.helpers.waiting import LONGEST_WAIT
 
 
 def test_a_record_carries_its_origin() -> None:
@@ -148,7 +149,7 @@ def test_a_file_that_cannot_be_finished_leaves_the_old_one(tmp_path: Path, monke
 
 def test_two_writers_of_one_file_do_not_share_a_temporary_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Both have written before either of them puts its file in place."""
-    both, replace = threading.Barrier(2, timeout=20), os.replace
+    both, replace = threading.Barrier(2, timeout=LONGEST_WAIT), os.replace
 
     def together(*names: str) -> None:
         both.wait()

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.helpers.serving import started
 from tests.helpers.tiny import save_tiny_model
+from tests.helpers.waiting import LONGEST_WAIT
 
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed: pip install playwright")
 for package in ("starlette", "openai", "prometheus_client", "uvicorn"):
@@ -46,6 +47,7 @@ def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
+    playwright.expect.set_options(timeout=1000 * LONGEST_WAIT)
     with playwright.sync_playwright() as started:
         # A root user, as in containers, has no sandbox.
         result = started.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
@@ -59,6 +61,7 @@ def page(browser: Any, address: str) -> Iterator[Any]:
     context = browser.new_context(
         viewport={"width": 1280, "height": 900}, permissions=["clipboard-read", "clipboard-write"]
     )
+    context.set_default_timeout(1000 * LONGEST_WAIT)
     context.add_init_script("""
         sessionStorage.setItem('kvsketch-key', 'secret');
         if (!localStorage.length) localStorage.setItem('kvsketch-settings', '{"max_tokens": 12}');
@@ -130,6 +133,7 @@ def said(page: Any) -> list[str]:
 
 def test_a_document_is_read_asked_and_compared(browser: Any, address: str, tmp_path: Path) -> None:
     page = browser.new_page(viewport={"width": 1280, "height": 900})
+    page.set_default_timeout(1000 * LONGEST_WAIT)
     complaints: list[str] = []
     elsewhere: list[str] = []
     asked: list[str] = []
@@ -639,6 +643,7 @@ def test_a_high_doubt_is_told_in_words(page: Any) -> None:
 def modules(browser: Any, address: str) -> Iterator[Any]:
     """A page that runs no script of its own and can import those of the server."""
     result = browser.new_page()
+    result.set_default_timeout(1000 * LONGEST_WAIT)
     result.goto(f"{address}/page.css")
     yield result
     result.close()
@@ -712,7 +717,7 @@ def test_hostile_answers_stay_text(page: Any, modules: Any) -> None:
             box.remove();
             return result;
         }""")
-        assert monotonic() - start < 8, text[:40]
+        assert monotonic() - start < LONGEST_WAIT, text[:40]
         assert set(seen[0]) <= {
             "p", "a", "code", "pre", "figure", "figcaption", "span", "button", "div", "table", "thead", "tbody", "tr",
             "th", "td", "ul", "ol", "li", "blockquote", "strong", "em", "s", "h5", "h6", "hr", "br",
@@ -1030,6 +1035,7 @@ def test_nothing_is_left_of_a_document_that_was_deleted_elsewhere(page: Any, tmp
 
 def test_a_wrong_key_is_told(browser: Any, address: str) -> None:
     page = browser.new_page()
+    page.set_default_timeout(1000 * LONGEST_WAIT)
     page.goto(address)
     key = page.get_by_label("This server asks for its API key")
     key.fill("no")

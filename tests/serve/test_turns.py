@@ -15,7 +15,7 @@ from kvsketch.serve.chats import Chats
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request, Ticket
 from tests.helpers import zoo
-from tests.helpers.common import with_budget
+from tests.helpers.common import thinned, with_budget
 from tests.helpers.engines import held, starting
 from tests.helpers.waiting import LONGEST_WAIT
 
@@ -59,7 +59,7 @@ def said(ticket: Ticket) -> Said:
     return list(ticket), [each.logprob for each in ticket.likely]
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", thinned(METHODS))
 def test_a_turn_reads_its_own_tokens_and_says_what_a_new_reading_says(
     method: str, start: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
