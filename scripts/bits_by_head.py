@@ -107,12 +107,14 @@ class BitsByHead(Rehearse):
             result = (error / size.clamp_min(1e-30)).topk(max(1, size.shape[-1] // WORST), -1).values.mean(-1) * counts
         return result.permute(2, 3, 0, 1)
 
-    def _problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
-        result = super()._problems(table, marks, behind)
+    def _problems(self, table: SlotTable, slots: Tensor, marks: Tensor, behind: int) -> LayerProblems:
+        result = super()._problems(table, slots, marks, behind)
         rounded = by_head(table.key_slots(), table.head_bits[..., 0], table.padding)  # type: ignore[attr-defined]
         return result._replace(held=rounded[:, :, table.length - result.keys.shape[2] :])
 
-    def _rebuild(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
+    def _rebuild(
+        self, table: SlotTable, slots: Tensor, keep: Tensor, layout: Layout, changes: Changes, behind: int
+    ) -> None:
         bits = table.head_bits  # type: ignore[attr-defined]
         values = table.value_slots().clone(memory_format=torch.contiguous_format)
         values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values.to(values.dtype))
@@ -121,7 +123,7 @@ class BitsByHead(Rehearse):
         table.parts["values"] = PlainSlots(rounded)
         width = rounded.shape[3]
         super()._rebuild(
-            table, keep, layout, changes._replace(values=rounded.view(-1, width)[changes.place]), behind
+            table, slots, keep, layout, changes._replace(values=rounded.view(-1, width)[changes.place]), behind
         )  # fmt: skip
 
 
