@@ -116,12 +116,14 @@ class BitsByHead(Rehearse):
 class RebuildByHead(Rebuild):
     """Keys are fitted, and keys and values stored, as the bits of their heads round them."""
 
-    def problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
-        result = super().problems(table, marks, behind)
+    def problems(self, table: SlotTable, slots: Tensor, marks: Tensor, behind: int) -> LayerProblems:
+        result = super().problems(table, slots, marks, behind)
         rounded = by_head(table.key_slots(), table.head_bits[..., 0], table.padding)  # type: ignore[attr-defined]
         return result._replace(held=rounded[:, :, table.length - result.keys.shape[2] :])
 
-    def store(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
+    def store(
+        self, table: SlotTable, slots: Tensor, keep: Tensor, layout: Layout, changes: Changes, behind: int
+    ) -> None:
         bits = table.head_bits  # type: ignore[attr-defined]
         values = table.value_slots().clone(memory_format=torch.contiguous_format)
         values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values.to(values.dtype))
@@ -130,7 +132,7 @@ class RebuildByHead(Rebuild):
         table.parts["values"] = PlainSlots(rounded)
         width = rounded.shape[3]
         super().store(
-            table, keep, layout, changes._replace(values=rounded.view(-1, width)[changes.place]), behind
+            table, slots, keep, layout, changes._replace(values=rounded.view(-1, width)[changes.place]), behind
         )  # fmt: skip
 
 

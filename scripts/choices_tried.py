@@ -81,9 +81,9 @@ class ChoicesTried(Rehearse):
 class MovedRebuild(Rebuild):
     """Fits what is kept to what the queries saw of the keys before they moved."""
 
-    def problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
-        result = super().problems(table, marks, behind)
-        held = newest_keys(table, newest_slots(table, result.keys.shape[2], behind))
+    def problems(self, table: SlotTable, slots: Tensor, marks: Tensor, behind: int) -> LayerProblems:
+        result = super().problems(table, slots, marks, behind)
+        held = newest_keys(table, slots, behind)
         before = table.keys_before  # type: ignore[attr-defined]
         return result._replace(keys=before[:, :, -result.keys.shape[2] :].to(result.keys.dtype), held=held)
 

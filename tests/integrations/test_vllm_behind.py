@@ -11,6 +11,7 @@ import torch
 from kvsketch.integrations.vllm.behind import Prompt, alike
 from kvsketch.integrations.vllm.kept_pages import WAIT, KeptPages, LivePage, Turn
 from kvsketch.methods.replay_map import ReplayMap
+from kvsketch.methods.waiting import newest_slots
 from tests.integrations.test_vllm_joint_layers import HEADS, LAYERS, SIZE, Served
 
 
@@ -147,6 +148,23 @@ def test_a_page_is_cut_back_into_its_recent_tokens() -> None:
             there = [i for i in head if i >= 0]
             assert max(there) == 84 and {82, 83, 84} <= {*there}
     assert served.joint.settled[1] == 85
+
+
+@pytest.mark.parametrize("waiting", [0, 3])
+def test_the_newest_tokens_of_stacked_layers_are_found_without_a_sort(waiting: int) -> None:
+    served = Turns("rehearse:budget=40:wait=64:recent=8")
+    served.forward([], {1: 90})
+    for _ in range(waiting):
+        served.forward([1], {})
+    seen = 90 + waiting
+    table = served.joint.pages(served.pool).stack(1, seen, 90)
+    for new in (0, 5):
+        if new:
+            table.append(*(torch.zeros(LAYERS, HEADS, new, SIZE) for _ in range(2)))
+        for count in range(1, waiting + new + 1):
+            for behind in range(waiting + new + 1 - count):
+                sorted_ones = newest_slots(replace(table, stacked=False), count, behind)
+                assert torch.equal(newest_slots(table, count, behind), sorted_ones)
 
 
 def longest(kept: KeptPages, prompt: list[int], key: str) -> Turn | None:

@@ -147,12 +147,21 @@ def test_kernel_gives_the_same_codes_bit_for_bit(
 @needs_triton
 @pytest.mark.parametrize("bits", BITS)
 def test_kernel_decodes_what_the_reference_decodes(bits: int, device: torch.device) -> None:
+    """All slots, and some of them: in any order, some twice, from tensors that have more."""
     from kvsketch.ops.codec import kernel
 
-    x, center = vectors(64, 21)
+    x, center = vectors(64, 91)
     slots = coded(x.to(device), center.to(device), bits, exact=3)
     result, expected = kernel.decode(slots, torch.float32), codec_reference.decode(slots, torch.float32)
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-5)
+    slots.codes, slots.steps = (torch.cat([each] * 2, 1)[:, :3] for each in (slots.codes, slots.steps))
+    for count in (1, 70, 100):
+        at = torch.randint(91, (2, 3, 2 * count), generator=torch.Generator().manual_seed(count)).to(device)
+        at[:, 0, :2] = slots.exact_at[:, 0, 1:2]
+        expected = codec_reference.decode_at(slots, at[:, :, ::2], torch.float32)
+        torch.testing.assert_close(
+            kernel.decode_at(slots, at[:, :, ::2], torch.float32), expected, atol=1e-4, rtol=1e-5
+        )
 
 
 @needs_triton

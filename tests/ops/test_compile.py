@@ -217,10 +217,13 @@ def token_blocks(*bits: int) -> None:
     block_attention(normal(B, HQ, D), blocks, Reading.of(ints(B, 4), ints(B), shape), 0.1)
 
 
-def decoded() -> None:
+def decoded(some: bool = False) -> None:
     codec, codes, steps = Codec(3, D), zeros(B, H, S, 24, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
     slots = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
-    slots.decoded(torch.bfloat16)
+    if some:
+        slots.decoded_at(longs(B, H, 90), torch.bfloat16)
+    else:
+        slots.decoded(torch.bfloat16)
 
 
 def replay_scores(dtype: torch.dtype) -> None:
@@ -446,8 +449,8 @@ def skinny_matmul(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
-    partial(learned_attention, torch.bfloat16),
+    weighted_attention, encoded, coded_attention, decoded, partial(decoded, some=True), ragged_attention,
+    paged_attention, partial(learned_attention, torch.bfloat16),
     coded_paged_slot_update, partial(token_blocks, 4, 4), partial(past_attention, 4, 4), past_attention_to_blocks,
     chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,

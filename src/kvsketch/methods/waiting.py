@@ -471,10 +471,11 @@ def newest_slots(table: SlotTable, count: int, behind: int = 0) -> Tensor:  # [B
     if table.exact:
         end = table.length - behind
         return torch.arange(end - count, end, device=table.device).expand(*table.shape[:2], -1)
-    if table.stacked and table.forward.appended == 1:
+    if table.stacked:
         # They lie one behind the other; several that were appended lie behind the free slots.
-        last = (table.index_slots() == table.seen - 1).int().argmax(-1, keepdim=True)
-        return last - behind - (count - 1) + torch.arange(count, device=table.device)
+        new = table.forward.appended if table.forward.appended > 1 else 0
+        number = torch.arange(new - behind - count, new - behind, device=table.device)  # among the new ones
+        return torch.where(number < 0, table.next_slot, table.length - new) + number
     # Left padding has negative numbers in `index_slots`; the newest tokens are told by their own.
     order = table.order_slots()
     return order[:, :, order.shape[2] - behind - count : order.shape[2] - behind]

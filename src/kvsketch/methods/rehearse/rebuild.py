@@ -40,23 +40,23 @@ class Rebuild:
 
     def keep(self, tables: Sequence[SlotTable], keep: Sequence[Tensor], behind: int = 0) -> None:
         """Keeps slots [B, H, S]; the tokens that have scores, all but the last `behind`, are refitted."""
-        marks = [self.marks(table, stays, behind) for table, stays in zip(tables, keep, strict=True)]
+        slots = [newest_slots(table, table.state_of(Waiting).scored, behind) for table in tables]
+        marks = [self.marks(*each, behind) for each in zip(tables, slots, keep, strict=True)]
         asked = fetching([stays.sum(-1) for stays in keep] + [mark.sum(-1) for mark in marks])
         # The device codes while the host waits for the choice alone, and sorts what is to be refitted.
-        problems = [self.problems(table, mark, behind) for table, mark in zip(tables, marks, strict=True)]
+        problems = [self.problems(*each, behind) for each in zip(tables, slots, marks, strict=True)]
         answer = asked()
         changes = self.refitted(problems, answer[len(tables) :])
         del problems, marks
         for number, layout in enumerate(self.method.layouts(tables, answer[: len(tables)])):
             pause()
-            self.store(tables[number], keep[number], layout, changes[number], behind)
+            self.store(tables[number], slots[number], keep[number], layout, changes[number], behind)
         # Last, so that all of it is on its way while the device still refits.
         require_finite(tables)
 
-    def marks(self, table: SlotTable, keep: Tensor, behind: int) -> Tensor:  # [2, B H, P, C] bool
-        """Which tokens of the chunks stay, and which are tokens of the row."""
-        state = table.state_of(Waiting)
-        slots, places = newest_slots(table, state.scored, behind), state.places(table.device)
+    def marks(self, table: SlotTable, slots: Tensor, keep: Tensor, behind: int) -> Tensor:  # [2, B H, P, C] bool
+        """Which tokens of the chunks, in these slots, stay, and which are tokens of the row."""
+        places = table.state_of(Waiting).places(table.device)
         inside, at = places >= 0, places.clamp_min(0)
         stays = at_newest(table, keep, slots, behind).flatten(0, 1)[:, at] & inside
         there = inside.expand_as(stays)
@@ -64,12 +64,11 @@ class Rebuild:
             there = at_newest(table, table.position_slots() >= 0, slots, behind).flatten(0, 1)[:, at] & inside
         return torch.stack([stays, there])
 
-    def problems(self, table: SlotTable, marks: Tensor, behind: int) -> LayerProblems:
+    def problems(self, table: SlotTable, slots: Tensor, marks: Tensor, behind: int) -> LayerProblems:
         """What is to be refitted; codes what is not."""
         state = table.state_of(Waiting)
         assert state.again is not None and state.chunks is not None
         lengths = state.chunks[0].tolist()
-        slots = newest_slots(table, sum(lengths), behind)  # [B, H, m]
         keys, values = newest_keys(table, slots, behind), newest_values(table, slots, behind)
         first = first_keys(table, self.method.sinks)
         sinks = first.flatten(0, 1) if first.shape[2] else None
@@ -100,11 +99,13 @@ class Rebuild:
             result |= zip(here, changes, strict=True)
         return result
 
-    def store(self, table: SlotTable, keep: Tensor, layout: Layout, changes: Changes, behind: int) -> None:
-        """Keeps slots [B, H, S] with the weights and values of the refit."""
+    def store(
+        self, table: SlotTable, slots: Tensor, keep: Tensor, layout: Layout, changes: Changes, behind: int
+    ) -> None:
+        """Keeps slots [B, H, S] with the weights and values of the refit; `slots` [B, H, m]: of what was refitted."""
         state, weights = table.state_of(Waiting), table.log_weights()[1]
         if len(changes.place):
-            slots, at = newest_slots(table, state.scored, behind), changes.place  # [E], of B H S
+            at = changes.place  # [E], of B H S
             if not (table.exact and state.scored == table.length):
                 first = torch.arange(len(slots) * slots.shape[1], device=table.device) * table.length
                 at = (slots + first.view(*slots.shape[:2], 1)).flatten()[at]

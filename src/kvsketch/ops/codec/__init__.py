@@ -180,12 +180,7 @@ class CodedSlots:
 
     def decoded_at(self, slots: Tensor, dtype: torch.dtype) -> Tensor:  # [B, H, m, D]
         """The vectors of the slots [B, H, m] alone."""
-        codes = self.codes.gather(2, slots.unsqueeze(-1).expand(*slots.shape, self.codes.shape[3]))
-        y = self.codec.numbers(codes) * self.steps.gather(2, slots).float().unsqueeze(-1)
-        for i in range(self.exact.shape[2]):
-            result = (slots == self.exact_at[:, :, i : i + 1]).unsqueeze(-1)
-            y = torch.where(result, self.exact[:, :, i : i + 1], y)
-        return (y @ self.codec.rotation(slots.device) + self.center.unsqueeze(2)).to(dtype)
+        return implementation("codec", self.steps.device, self.codec, dtype).decode_at(self, slots, dtype)
 
     def decoded(self, dtype: torch.dtype) -> Tensor:  # [B, H, S, D]
         """The vectors themselves."""

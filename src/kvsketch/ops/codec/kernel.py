@@ -45,18 +45,27 @@ def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tenso
 
 def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
     """See `CodedSlots.decoded`."""
-    out = torch.empty((*slots.steps.shape, slots.codec.size), dtype=dtype, device=slots.steps.device)
+    return _decoded(slots, None, dtype)
+
+
+def decode_at(slots: CodedSlots, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `CodedSlots.decoded_at`."""
+    return _decoded(slots, at.contiguous(), dtype)
+
+
+def _decoded(slots: CodedSlots, at: Tensor | None, dtype: torch.dtype) -> Tensor:
+    (batch, heads, count), codec = (slots.steps if at is None else at).shape, slots.codec
+    out = torch.empty((batch, heads, count, codec.size), dtype=dtype, device=slots.steps.device)
     if not out.numel():
         return out
-    (batch, heads, count), codec = slots.steps.shape, slots.codec
     codes, steps = dense_last(slots.codes), dense_last(slots.steps)
     tile = _tile(codec, out.device)
     with on(out.device):
         decode_kernel[(triton.cdiv(count, tile), batch * heads)](
             codes, steps, slots.center.contiguous(), codec.signs(out.device),
-            slots.exact.contiguous(), slots.exact_at.contiguous(), out,
+            slots.exact.contiguous(), slots.exact_at.contiguous(), at, out,
             count, heads, 1.0 / math.sqrt(codec.block), *codes.stride()[:3], *steps.stride()[:2],
-            BITS=codec.bits, D=codec.size, TILE=tile, EXACT=slots.exact.shape[2],
+            BITS=codec.bits, D=codec.size, TILE=tile, EXACT=slots.exact.shape[2], AT=at is not None,
             num_warps=4 if codec.size <= 128 else 8,
         )  # fmt: skip
     return out
@@ -165,24 +174,36 @@ def encode_kernel(
 
 @triton.jit(do_not_specialize=["count", "step_b", "step_h"], do_not_specialize_on_alignment=["step_ptr"])
 def decode_kernel(
-    code_ptr, step_ptr, center_ptr, sign_ptr, exact_ptr, exact_at_ptr, out_ptr, count, heads, unit_norm,
+    code_ptr, step_ptr, center_ptr, sign_ptr, exact_ptr, exact_at_ptr, at_ptr, out_ptr, count, heads, unit_norm,
     code_b, code_h, code_n, step_b, step_h,
-    BITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr,
+    BITS: tl.constexpr, D: tl.constexpr, TILE: tl.constexpr, EXACT: tl.constexpr, AT: tl.constexpr,
 ):  # fmt: skip
-    """center + R' (step z) of TILE vectors of one batch row and head, of exact ones center + R' y."""
+    """center + R' (step z) of TILE vectors of one batch row and head, of exact ones center + R' y.
+
+    AT: of the slots at_ptr [B, H, count].
+    """
     head = tl.program_id(1).to(tl.int64)
     b, h = head // heads, head % heads
     first = tl.program_id(0) * TILE
     row, column = first + tl.arange(0, TILE), tl.arange(0, D)
     inside = row < count
-    z = load_levels(code_ptr + b * code_b + h * code_h, first, code_n, count, TILE, D, D, BITS)
-    step = tl.load(step_ptr + b * step_b + h * step_h + row, mask=inside, other=0.0).to(tl.float32)
+    codes, slot = code_ptr + b * code_b + h * code_h, row
+    if AT:
+        slot = tl.load(at_ptr + head * count + row, mask=inside, other=-1)
+        z = load_levels(codes + tl.maximum(slot, 0)[:, None] * code_n, first, 0, count, TILE, D, D, BITS)
+    else:
+        z = load_levels(codes, first, code_n, count, TILE, D, D, BITS)
+    step = tl.load(step_ptr + b * step_b + h * step_h + slot, mask=inside, other=0.0).to(tl.float32)
     x = rotated_integers(2.0 * z, TILE, D, 8) * (0.5 * unit_norm * step)[:, None]
     for i in range(EXACT):
-        at = tl.load(exact_at_ptr + head * EXACT + i)
-        if (at >= first) & (at < first + TILE):
+        exact_at = tl.load(exact_at_ptr + head * EXACT + i)
+        is_exact = slot == exact_at
+        is_there = (exact_at >= first) & (exact_at < first + TILE)
+        if AT:
+            is_there = tl.max(is_exact.to(tl.int32), 0) > 0
+        if is_there:
             exact = hadamard(tl.load(exact_ptr + (head * EXACT + i) * D + column)[None, :], 1, D) * unit_norm
-            x = tl.where((row == at)[:, None], exact, x)
+            x = tl.where(is_exact[:, None], exact, x)
     x = x * tl.load(sign_ptr + column)[None, :] + tl.load(center_ptr + head * D + column)[None, :]
     out = out_ptr + (head * count + row)[:, None] * D + column[None, :]
     tl.store(out, x.to(out_ptr.dtype.element_ty), mask=inside[:, None])

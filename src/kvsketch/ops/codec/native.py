@@ -9,10 +9,10 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded
-from kvsketch.ops.codec.reference import decode
+from kvsketch.ops.codec.reference import decode, decode_at
 from kvsketch.ops.common.native import fits, program
 
-__all__ = ["decode", "encode", "encode_into", "encode_rows", "supported"]
+__all__ = ["decode", "decode_at", "encode", "encode_into", "encode_rows", "supported"]
 
 
 class NativeCodec(ctypes.Structure):

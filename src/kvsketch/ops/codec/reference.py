@@ -70,6 +70,16 @@ def _in_directions(n: Tensor, down: Tensor, finite: Tensor, codec: LearnedCodec)
     return Coded(codec.packed(levels.to(torch.uint8)), steps.squeeze(-1).to(STEP_DTYPE))
 
 
+def decode_at(slots: CodedSlots, at: Tensor, dtype: torch.dtype) -> Tensor:
+    """See `CodedSlots.decoded_at`."""
+    codes = slots.codes.gather(2, at.unsqueeze(-1).expand(*at.shape, slots.codes.shape[3]))
+    y = slots.codec.numbers(codes) * slots.steps.gather(2, at).float().unsqueeze(-1)
+    for i in range(slots.exact.shape[2]):
+        is_exact = (at == slots.exact_at[:, :, i : i + 1]).unsqueeze(-1)
+        y = torch.where(is_exact, slots.exact[:, :, i : i + 1], y)
+    return (y @ slots.codec.rotation(at.device) + slots.center.unsqueeze(2)).to(dtype)
+
+
 def decode(slots: CodedSlots, dtype: torch.dtype) -> Tensor:
     """See `CodedSlots.decoded`."""
     return (slots.rotated() @ slots.codec.rotation(slots.steps.device) + slots.center.unsqueeze(2)).to(dtype)
