@@ -27,7 +27,13 @@ ROOT = Path(__file__).parents[2]
 Results = dict[str, Any]
 # Like one of the others where processes share a model: what a head keeps depends on that head alone.
 ALIKE = ("streamingllm", "snapkv:budget=24:sinks=2", "pyramidkv", "kcenter", "expected")
-ALIKE += ("balancekv:budget=40", "clusterkv:budget=24:sinks=2:skip_layers=0:")
+ALIKE += (
+    "balancekv:budget=40",
+    "balancekv:budget=24:sinks=2:recent=4:form",
+    "clusterkv",
+    "infinigen:budget=24",
+    "subgen:budget=40",
+)
 USUAL = [method for method in METHODS if not method.startswith(ALIKE) or "share=" in method]
 CASES = [*USUAL, *also(*(method for method in METHODS if method not in USUAL))]
 

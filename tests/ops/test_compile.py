@@ -306,14 +306,16 @@ def indexed_attention() -> None:
     )  # fmt: skip
 
 
-def coded_indexed_attention() -> None:
+def coded_indexed_attention(extra: bool) -> None:
+    """`extra`: beside slots that are no codes, which `indexed_attention` reads too."""
     codec = Codec(4, D)
     codes, steps = zeros(B, H, S, D // 2, dtype=torch.uint8), zeros(B, H, S, dtype=torch.float16)
     store = CodedSlots(codec, zeros(B, H, D), zeros(B, H, 4, D), ints(B, H, 4), codes, steps)
+    more = {"extra_k": zeros(B, H, 30, D), "extra_v": zeros(B, H, 30, D), "extra_log_weight": zeros(B, HQ, 30)}
+    more["extra_cut"] = ints(B, HQ, 3)
     ops.indexed_attention(
         normal(B, HQ, 1, D), store, store, ints(B, HQ, N), 0.1, spans=ints(B, 2, 2), max_span=40,
-        extra_k=zeros(B, H, 30, D), extra_v=zeros(B, H, 30, D), extra_log_weight=zeros(B, HQ, 30),
-        extra_cut=ints(B, HQ, 3),
+        **(more if extra else {}),
     )  # fmt: skip
 
 
@@ -452,7 +454,7 @@ CALLS: tuple[Callable[[], None], ...] = (
     weighted_attention, encoded, coded_attention, decoded, partial(decoded, some=True), ragged_attention,
     paged_attention, partial(learned_attention, torch.bfloat16),
     coded_paged_slot_update, partial(token_blocks, 4, 4), partial(past_attention, 4, 4), past_attention_to_blocks,
-    chunk_attention, indexed_attention, coded_indexed_attention, kept_attention,
+    chunk_attention, indexed_attention, partial(coded_indexed_attention, False), kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
     join_attention, *(partial(kmeans, metric) for metric in METRICS), select_clusters, select_pages,
     leader_clustering, farthest_first, coarse_farthest_first,
@@ -465,7 +467,8 @@ CALLS: tuple[Callable[[], None], ...] = (
 OTHER_CALLS: tuple[Callable[[], None], ...] = (
     mixed_attention, short_coded_attention, partial(learned_attention, torch.bfloat16, 2),
     partial(learned_attention, torch.float32), partial(ragged_attention, 4), coded_paged_attention,
-    partial(token_blocks, 8, 3), partial(past_attention, 8, 3), partial(past_attention, 2, 4, torch.float32),
+    partial(coded_indexed_attention, True), partial(token_blocks, 8, 3), partial(past_attention, 8, 3),
+    partial(past_attention, 2, 4, torch.float32),
     partial(skinny_matmul, 4), partial(replay_scores, torch.float32), partial(balance_walk, torch.float32),
 )  # fmt: skip
 
