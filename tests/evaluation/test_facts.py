@@ -10,7 +10,8 @@ import torch
 from kvsketch import models
 from kvsketch.decode.asking import chat_frame, document_ids
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import text_kinds
+from kvsketch_lab.evaluation import doubt, promise, text_kinds
+from kvsketch_lab.evaluation.experiment import Experiment
 from kvsketch_lab.evaluation.facts import Facts, FactsOptions
 from tests.helpers.experiments import run_experiment
 from tests.helpers.tiny import save_tiny_model
@@ -83,10 +84,15 @@ def test_a_method_that_fails_leaves_the_others(model: Path, tmp_path: Path) -> N
     assert sum("nll" in each for each in read) == 12
 
 
-def test_more_questions_than_a_text_has_facts_are_refused(model: Path) -> None:
-    _, tokenizer = models.load(str(model))
-    with pytest.raises(ValueError, match=r"--tokens 128 hold \d+ facts of code, and --questions 50 asks for more"):
-        FactsOptions(model=str(model), tokens=128, questions=50).made(tokenizer, "code", 0, 0)
+@pytest.mark.parametrize("experiment", [Facts, promise.Promises, doubt.Doubts])
+def test_more_questions_than_a_text_has_facts_are_refused(
+    experiment: type[Experiment], model: Path, tmp_path: Path
+) -> None:
+    given = ["--model", str(model), "--tokens", "300", "--questions", "50", "--kinds", "code", "--out", str(tmp_path)]
+    more = ["--threshold", "0.2"] if experiment is doubt.Doubts else []
+    with pytest.raises(ValueError, match=r"--tokens 300 hold \d+ facts of code, and --questions 50 asks for more"):
+        run_experiment(experiment, [*given, *more])
+    assert not list(tmp_path.glob("*.jsonl"))
 
 
 def test_a_text_holds_as_many_facts_as_fit() -> None:

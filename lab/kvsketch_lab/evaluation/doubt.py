@@ -76,6 +76,9 @@ class Doubts(QuestionExperiment):
                 )
             self.threshold = round(found.value, 4)
 
+    def check(self) -> None:
+        self.options.require_room(self.tokenizer, self.seeds[0])
+
     def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
         options = self.options
         for kind, text, number in product(options.chosen_kinds, range(options.texts), range(options.questions)):

@@ -68,6 +68,11 @@ class FactOptions(Options):
             )
         return result
 
+    def require_room(self, tokenizer: Any, seed: int) -> None:
+        """Raises ValueError where a kind of texts has no room for the facts that are asked for."""
+        for kind in self.chosen_kinds:
+            self.made(tokenizer, kind, seed, 0)
+
 
 class Told(NamedTuple):
     """What a cache makes of the answer that is right."""
@@ -118,6 +123,9 @@ class Facts(Experiment):
             for seed, (kind, text, question) in itertools.product(self.seeds, samples)
             for method, budget in self.contenders
         ]
+
+    def check(self) -> None:
+        self.options.require_room(self.tokenizer, self.seeds[0])
 
     def alike(self, cell: Cell) -> Hashable:
         return cell.seed, cell.text

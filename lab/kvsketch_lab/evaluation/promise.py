@@ -63,6 +63,9 @@ class Promises(Experiment):
             for method in methods
         ]
 
+    def check(self) -> None:
+        self.options.require_room(self.tokenizer, self.seeds[0])
+
     def alike(self, cell: Cell) -> Hashable:
         return cell.sample, cell.seed, dict(cell.setting)["text_kind"]
 
