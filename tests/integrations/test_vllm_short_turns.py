@@ -138,7 +138,7 @@ def questions(bits: int, requests: int, tokens: int) -> tuple[Served, list[Promp
         (turns, 4, 4, 20, Counted((59, 94), (20, 32), (0, 0))),
         (turns, 16, 4, 20, Counted((51, 64), (18, 26), (0, 0))),
         # Turns that are decided about after the last layer.
-        (turns, 4, 1, 63, Counted((41, 83), (14, 24), (547, 271))),
+        (turns, 4, 1, 63, Counted((41, 83), (14, 24), (503, 268))),
         (turns, 16, 1, 63, Counted((35, 59), (14, 24), (380, 218))),
         (questions, 4, 1, 20, Counted((82, 174), (30, 60), (0, 0))),
         (questions, 4, 4, 20, Counted((96, 177), (31, 60), (0, 0))),
