@@ -316,9 +316,8 @@ class SlotCodes(CodedSlots):
         return replace(self, codes=codes, steps=steps, fresh=fresh)
 
     def write(self, at: Tensor, x: Tensor) -> None:
-        new = codecs.encode(x, self.center, self.codec)
-        self.codes.index_copy_(0, at, new.codes.flatten(0, 2))
-        self.steps.index_copy_(0, at, new.steps.flatten())
+        place = at.view(x.shape[:3])
+        codecs.encode_into(codecs.Coded(self.codes, self.steps), x, self.center, self.codec, place)
 
     def rows(self, rows: Tensor) -> SlotCodes:
         rows = rows.to(self.device)

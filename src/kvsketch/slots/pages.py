@@ -391,6 +391,11 @@ class RequestPages:
         # The last slot of a page takes what belongs nowhere.
         nowhere = ((each[0] + 1) * self.shape.rows - 1).view(-1, 1, 1)
         at = torch.where(new < each[2].view(-1, 1, 1), (start + filled).unsqueeze(-1) + new, nowhere)
+        if any(counts):
+            # Of all layers at once: nobody reads them before the last.
+            for name, numbers in self.store.slots.items():
+                if name == "log_den" or name.startswith(STATE):
+                    numbers.index_fill_(0, at.view(-1), 0.0)
         # The definition in torch reads as many slots of every head as the largest has.
         most = self.shape.longest if filled.is_cuda else max(1, int(filled.max()))
         own["next_slot"] = filled.unsqueeze(-1)
@@ -401,12 +406,13 @@ class RequestPages:
         return TurnRows(each[0], each[1], each[2], at.flatten(1), tables)
 
     def write_behind(self, turns: TurnRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes these tokens: q [B, Hq, n, D], k [B, H, n, D], v [B, H, n, Dv]. Their numbers are not (`take`)."""
+        """Writes these tokens: q [B, Hq, n, D], k [B, H, n, D], v [B, H, n, Dv].
+
+        What they weigh is written (`behind`), their numbers are not (`take`).
+        """
         table, at = turns.tables[layer], turns.at[layer]
         table.keys.write(at, k)
         table.values.write(at, v)
-        for numbers in (table.log_den, *table.state.slot_tensors()):
-            numbers.index_fill_(0, at, 0.0)
         queries = self.planes["queries"][:, layer]
         # What fills up the rows may be more than there is room for.
         new = q[:, :, : self.shape.room]
