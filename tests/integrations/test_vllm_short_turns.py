@@ -134,15 +134,15 @@ def questions(bits: int, requests: int, tokens: int) -> tuple[Served, list[Promp
 @pytest.mark.parametrize(
     ("make", "bits", "requests", "tokens", "most"),
     [
-        (turns, 4, 1, 20, Counted((41, 90), (12, 29), (0, 0))),
-        (turns, 4, 4, 20, Counted((52, 91), (11, 27), (0, 0))),
-        (turns, 16, 4, 20, Counted((48, 67), (13, 27), (0, 0))),
+        (turns, 4, 1, 20, Counted((41, 55), (12, 28), (0, 0))),
+        (turns, 4, 4, 20, Counted((52, 56), (11, 26), (0, 0))),
+        (turns, 16, 4, 20, Counted((48, 50), (13, 26), (0, 0))),
         # Turns that are decided about after the last layer.
-        (turns, 4, 1, 63, Counted((39, 84), (12, 25), (503, 268))),
-        (turns, 16, 1, 63, Counted((33, 60), (12, 25), (380, 218))),
-        (questions, 4, 1, 20, Counted((76, 172), (22, 56), (0, 0))),
-        (questions, 4, 4, 20, Counted((89, 175), (22, 56), (0, 0))),
-        (questions, 16, 4, 20, Counted((73, 108), (18, 37), (0, 0))),
+        (turns, 4, 1, 63, Counted((39, 50), (12, 25), (503, 266))),
+        (turns, 16, 1, 63, Counted((33, 44), (12, 25), (380, 216))),
+        (questions, 4, 1, 20, Counted((76, 137), (22, 55), (0, 0))),
+        (questions, 4, 4, 20, Counted((89, 140), (22, 55), (0, 0))),
+        (questions, 16, 4, 20, Counted((73, 91), (18, 36), (0, 0))),
     ],
 )
 def test_a_turn_launches_no_more_than_it_did(

@@ -30,9 +30,11 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
+from kvsketch.slots.codes import Slots
 from kvsketch.slots.context import LayerContext
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.packing import pack, unpack
-from kvsketch.slots.parts import STATE
+from kvsketch.slots.parts import STATE, VECTORS
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.store import EMPTY, Parts, Ragged, row_parts, table_of
 from kvsketch.slots.table import SlotTable
@@ -265,14 +267,23 @@ class StepRows(NamedTuple):
     tables: list[SlotTable]  # of each layer, one row per request; slots lie in the pages
 
 
+class LayerRows(NamedTuple):
+    """What one layer holds of some requests: what attention reads, and where new tokens are written."""
+
+    keys: Slots  # of the store, with the centers and exact vectors of B rows
+    values: Slots
+    log_den: Tensor  # [N], of the store
+    layout: Layout
+    at: Tensor  # [B H n] int64, where the slots of new tokens lie in the store
+
+
 class TurnRows(NamedTuple):
-    """Several new tokens of each of B requests, behind those that their pages hold, in all layers."""
+    """Several new tokens of each of B requests, behind those that their pages hold."""
 
     pages: Tensor  # [B] int64
     waiting: Tensor  # [B] int64, tokens that wait before them
     counts: Tensor  # [B] int64, new tokens
-    at: Tensor  # [L, B H n] int64, where their slots lie in the store
-    tables: list[SlotTable]  # of each layer, one row per request: what was there before
+    layers: list[LayerRows]
 
 
 class RequestPages:
@@ -398,21 +409,20 @@ class RequestPages:
                     numbers.index_fill_(0, at.view(-1), 0.0)
         # The definition in torch reads as many slots of every head as the largest has.
         most = self.shape.longest if filled.is_cuda else max(1, int(filled.max()))
-        own["next_slot"] = filled.unsqueeze(-1)
-        tables = [
-            self.store.table(layer, own, self.store.layout(start[layer], filled[layer], most))
-            for layer in range(self.shape.layers)
-        ]
-        return TurnRows(each[0], each[1], each[2], at.flatten(1), tables)
+        keys, values = (self.store.vectors(name, own) for name in VECTORS)
+        layouts = [self.store.layout(*where, most) for where in zip(start.unbind(), filled.unbind(), strict=True)]
+        parts = zip(keys, values, layouts, at.flatten(1).unbind(), strict=True)
+        layers = [LayerRows(k, v, self.store.slots["log_den"], layout, place) for k, v, layout, place in parts]
+        return TurnRows(each[0], each[1], each[2], layers)
 
     def write_behind(self, turns: TurnRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
         """Writes these tokens: q [B, Hq, n, D], k [B, H, n, D], v [B, H, n, Dv].
 
         What they weigh is written (`behind`), their numbers are not (`take`).
         """
-        table, at = turns.tables[layer], turns.at[layer]
-        table.keys.write(at, k)
-        table.values.write(at, v)
+        rows = turns.layers[layer]
+        rows.keys.write(rows.at, k)
+        rows.values.write(rows.at, v)
         queries = self.planes["queries"][:, layer]
         # What fills up the rows may be more than there is room for.
         new = q[:, :, : self.shape.room]

@@ -28,7 +28,7 @@ from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.work_list import fixed_work_list, most_of_list
-from kvsketch.slots.codes import PlainSlots, of_layers, other_directions
+from kvsketch.slots.codes import PlainSlots, Slots, of_layers, other_directions
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.packing import widen
 from kvsketch.slots.parts import NUMBERS, VECTORS
@@ -290,12 +290,25 @@ class Ragged:
         parts = self.slots | {name: part[layer] for name, part in own.items()}
         return table_of(self.like[layer], parts, layout=layout, length=layout.most, **others)
 
+    def vectors(self, name: str, own: Parts) -> list[Slots]:
+        """Keys or values of each layer over the store, of rows that have `own` [L, B, ...] beside their slots."""
+        beside = {each: own[name + each].unbind() for each in self.like[0].parts[name].head_parts()}
+        slots = {each: self.slots[name + each] for each in self.like[0].parts[name].slot_parts()}
+        return [
+            like.parts[name].with_parts(slots | {each: parts[layer] for each, parts in beside.items()})
+            for layer, like in enumerate(self.like)
+        ]
+
+    @functools.cached_property
+    def _no_lists(self) -> tuple[Tensor, Tensor]:
+        work = torch.empty(0, 5, dtype=torch.int32, device=self.device)
+        return work, work[:, 0]
+
     def layout(self, start: Tensor, capacity: Tensor, most: int | None = None, lists: Sequence[Tensor] = ()) -> Layout:
         """Of heads that begin at `start` [B, H]; `lists`: a work list, which a step of single tokens reads."""
         most = self.most if most is None else most
         if not lists:
-            none = torch.empty(0, 5, dtype=torch.int32, device=self.device)
-            return Layout(start, capacity, most, self.total, none, none[:, 0], 0)
+            return Layout(start, capacity, most, self.total, *self._no_lists, 0)
         work, first = lists
         return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
 

@@ -108,10 +108,11 @@ class Behind:
         part = ops.Part(own, log_sum)
         if self.documents is not None:
             part = _joined(part, self.documents.read(layer, query, scale, softcap))
-        keys_there, values_there, log_num, log_den, layout = self.rows.tables[layer].as_stored()
+        held = self.rows.layers[layer]
         there = ops.past_attention(
-            query, keys_there, values_there, log_num, log_den, scale, ragged=layout, softcap=softcap
-        )
+            query, held.keys.read, held.values.read, held.log_den, held.log_den, scale,
+            ragged=held.layout, softcap=softcap,
+        )  # fmt: skip
         out = ops.join_attention(part, there)
         if len(self.due) < len(query):
             pages.write_behind(self.rows, layer, query, keys, values)
