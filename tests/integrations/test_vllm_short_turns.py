@@ -136,6 +136,7 @@ def questions(bits: int, requests: int, tokens: int) -> tuple[Served, list[Promp
     [
         (turns, 4, 1, 20, Counted((41, 55), (12, 28), (0, 0))),
         (turns, 4, 4, 20, Counted((52, 56), (11, 26), (0, 0))),
+        (turns, 4, 1, 64, Counted((27, 53), (8, 29), (503, 266))),
         (turns, 16, 4, 20, Counted((48, 50), (13, 26), (0, 0))),
         # Turns that are decided about after the last layer.
         (turns, 4, 1, 63, Counted((39, 50), (12, 25), (503, 266))),
