@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, dense_last
 from kvsketch.ops.join_attention import Part
 
@@ -65,10 +66,10 @@ def join_attention(own: Part, other: Part, at: Tensor | None) -> Tensor:
     if rows:
         mine, others = dense_last(own.out), dense_last(other.out)
         with on(out.device):
-            _join[(triton.cdiv(rows, ROWS),)](
+            _join[(cdiv(rows, ROWS),)](
                 mine, own.log_sum, others, other.log_sum, at, out, rows, heads, queries, others.shape[2], size,
                 mine.stride()[:3], others.stride()[:3], *own.log_sum.stride(), *other.log_sum.stride(),
-                ROWS=ROWS, SIZE=triton.next_power_of_2(size), GROUPED=at is not None, num_warps=4,
+                ROWS=ROWS, SIZE=next_power_of_2(size), GROUPED=at is not None, num_warps=4,
                 **early_start.launch(out.device),
             )  # fmt: skip
     return out.transpose(1, 2)
