@@ -136,11 +136,11 @@ def questions(bits: int, requests: int, tokens: int) -> tuple[Served, list[Promp
     [
         (turns, 4, 1, 20, Counted((41, 55), (12, 28), (0, 0))),
         (turns, 4, 4, 20, Counted((52, 56), (11, 26), (0, 0))),
-        (turns, 4, 1, 64, Counted((27, 53), (8, 29), (503, 266))),
+        (turns, 4, 1, 64, Counted((27, 53), (8, 29), (458, 254))),
         (turns, 16, 4, 20, Counted((48, 50), (13, 26), (0, 0))),
         # Turns that are decided about after the last layer.
-        (turns, 4, 1, 63, Counted((39, 50), (12, 25), (503, 266))),
-        (turns, 16, 1, 63, Counted((33, 44), (12, 25), (380, 216))),
+        (turns, 4, 1, 63, Counted((39, 50), (12, 25), (458, 254))),
+        (turns, 16, 1, 63, Counted((33, 44), (12, 25), (353, 208))),
         (questions, 4, 1, 20, Counted((76, 137), (22, 55), (0, 0))),
         (questions, 4, 4, 20, Counted((89, 140), (22, 55), (0, 0))),
         (questions, 16, 4, 20, Counted((73, 91), (18, 36), (0, 0))),

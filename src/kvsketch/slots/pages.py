@@ -38,6 +38,7 @@ from kvsketch.slots.parts import STATE, VECTORS
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.store import EMPTY, Parts, Ragged, row_parts, table_of
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import joined
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
@@ -340,7 +341,7 @@ class RequestPages:
         """Writes a whole request, tables whose batch rows are its layers; the device is not asked."""
         tables = [self._packed(table) for table in singles]
         waiting = tables[0].seen - tables[0].settled
-        filled = torch.cat([table.next_slot[:, :, 0] for table in tables])  # [L, H]
+        filled = joined([table.next_slot[:, :, 0] for table in tables])  # [L, H]
         kept = filled - waiting
         room = (kept + self.shape.room).flatten()
         start = (room.cumsum(0) - room + page * self.shape.rows).view(filled.shape)
@@ -350,7 +351,7 @@ class RequestPages:
         self.store.put(page, tables, start, filled, end=(page + 1) * self.shape.rows - 1)
         if waiting:
             states: list[Any] = [table.state for table in tables]
-            self.planes["queries"][page, :, :, :waiting] = torch.cat([s.queries[:, :, :waiting] for s in states])
+            self.planes["queries"][page, :, :, :waiting] = joined([s.queries[:, :, :waiting] for s in states])
 
     def _packed(self, single: SlotTable) -> SlotTable:
         """The table with a layout of its own; tokens lie before `next_slot`."""

@@ -34,7 +34,7 @@ from kvsketch.slots.packing import widen
 from kvsketch.slots.parts import NUMBERS, VECTORS
 from kvsketch.slots.state import HOST, ROW, SLOT, TableState
 from kvsketch.slots.table import SlotTable
-from kvsketch.slots.tensors import wide
+from kvsketch.slots.tensors import joined, wide
 
 Parts: TypeAlias = dict[str, Tensor]
 EMPTY = NUMBERS | {"keys.exact_at": -1, "values.exact_at": -1}  # what an empty slot holds; else 0
@@ -48,7 +48,7 @@ def row_parts(table: SlotTable) -> Parts:
 def all_row_parts(singles: Sequence[SlotTable]) -> Parts:
     """The same of all layers, [L, H, ...]: tables of one row, or one whose batch rows are the layers."""
     own = [row_parts(single) for single in singles]
-    return {name: torch.cat([parts[name] for parts in own]) for name in own[0]}
+    return {name: joined([parts[name] for parts in own]) for name in own[0]}
 
 
 def stacked(singles: list[SlotTable]) -> list[SlotTable]:
@@ -370,7 +370,7 @@ class Ragged:
             at = torch.where(there, at, end).clamp_max_(end)
         slots = [single.parts.named() for single in singles]
         for name, held in self.slots.items():
-            wide(held).index_copy_(0, at, wide(torch.cat([parts[name] for parts in slots])))
+            wide(held).index_copy_(0, at, wide(joined([parts[name] for parts in slots])))
 
     def clear(self, start: int, size: int) -> None:
         """Empties slots: what lies there need not be finite, and attention multiplies it by 0."""
