@@ -58,6 +58,18 @@ def test_turns_of_many_requests_are_those_of_each_alone(bits: int) -> None:
         assert served.kept(page) == request.kept()
 
 
+@pytest.mark.parametrize("bits", [4, 16])
+def test_a_turn_that_fills_its_group_is_read_where_it_lies(bits: int) -> None:
+    """Beside others in the forward, and as the last before its request is decided about."""
+    served = Turns(f"rehearse:budget=40:wait=100:recent=8:bits={bits}")
+    served.forward([], {1: 90, 2: 130})
+    served.turns({2: 3, 1: 70})
+    served.forward([1, 2], {})
+    served.turns({1: 64, 2: 5})
+    for page, request in served.alone.items():
+        assert served.kept(page) == request.kept()
+
+
 def test_learned_maps_score_the_turns_that_they_score_in_a_cache_of_its_own() -> None:
     """A prompt and a turn with nothing waiting before it, by layers; the others by their virtual replay."""
     kept = []

@@ -134,15 +134,16 @@ def questions(bits: int, requests: int, tokens: int) -> tuple[Served, list[Promp
 @pytest.mark.parametrize(
     ("make", "bits", "requests", "tokens", "most"),
     [
-        (turns, 4, 1, 20, Counted((47, 93), (20, 34), (0, 0))),
-        (turns, 4, 4, 20, Counted((59, 94), (20, 32), (0, 0))),
-        (turns, 16, 4, 20, Counted((51, 64), (18, 26), (0, 0))),
+        (turns, 4, 1, 20, Counted((41, 55), (12, 28), (0, 0))),
+        (turns, 4, 4, 20, Counted((52, 56), (11, 26), (0, 0))),
+        (turns, 4, 1, 64, Counted((27, 53), (8, 29), (458, 254))),
+        (turns, 16, 4, 20, Counted((48, 50), (13, 26), (0, 0))),
         # Turns that are decided about after the last layer.
-        (turns, 4, 1, 63, Counted((41, 83), (14, 24), (547, 271))),
-        (turns, 16, 1, 63, Counted((35, 59), (14, 24), (380, 218))),
-        (questions, 4, 1, 20, Counted((82, 174), (30, 60), (0, 0))),
-        (questions, 4, 4, 20, Counted((96, 177), (31, 60), (0, 0))),
-        (questions, 16, 4, 20, Counted((76, 104), (23, 35), (0, 0))),
+        (turns, 4, 1, 63, Counted((39, 50), (12, 25), (458, 254))),
+        (turns, 16, 1, 63, Counted((33, 44), (12, 25), (353, 208))),
+        (questions, 4, 1, 20, Counted((76, 137), (22, 55), (0, 0))),
+        (questions, 4, 4, 20, Counted((89, 140), (22, 55), (0, 0))),
+        (questions, 16, 4, 20, Counted((73, 91), (18, 36), (0, 0))),
     ],
 )
 def test_a_turn_launches_no_more_than_it_did(

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops import codec as codecs
-from kvsketch.ops.codec import BITS, Codec, CodedSlots
+from kvsketch.ops.codec import BITS, Codec, Coded, CodedSlots
 from kvsketch.ops.codec import reference as codec_reference
 from kvsketch.ops.weighted_attention import Arguments
 from kvsketch.ops.weighted_attention import reference as attention_reference
@@ -142,6 +142,20 @@ def test_kernel_gives_the_same_codes_bit_for_bit(
     codec_reference.encode_into(theirs, x, center, codec, at)
     kernel.encode_into(ours, x, center, codec, at)
     assert torch.equal(ours.codes, theirs.codes)
+    # A flat store: x of a model, whose heads lie between the tokens.
+    at = torch.randperm(6 * 21 + 5, device=device)[: 6 * 21].view(2, 3, 21)
+    apart = x.transpose(1, 2).contiguous().transpose(1, 2)
+    stores = [
+        Coded(
+            torch.zeros(6 * 21 + 5, codec.code_bytes, dtype=torch.uint8, device=device),
+            torch.zeros(6 * 21 + 5, dtype=torch.float16, device=device),
+        )
+        for _ in range(2)
+    ]
+    codec_reference.encode_into(stores[0], x, center, codec, at)
+    kernel.encode_into(stores[1], apart, center, codec, at)
+    assert torch.equal(stores[0].codes, stores[1].codes)
+    assert torch.equal(stores[0].steps.nan_to_num(-1.0), stores[1].steps.nan_to_num(-1.0))
 
 
 @needs_triton

@@ -71,6 +71,14 @@ def test_kernel_gives_the_reference(dtype: torch.dtype, device: torch.device) ->
     clean = Part(groups.out.nan_to_num(), groups.log_sum)
     expected = reference.join_attention(Part(own.out.nan_to_num(), own.log_sum), clean, at)
     torch.testing.assert_close(kernel.join_attention(own, groups, at), expected, atol=1e-6, rtol=1e-2)
+    # Parts of larger tensors, heads next to each other or not, of values and logarithms apart.
+    wide = Part(torch.randn(5, 4, 7, 12, device=device).to(dtype), torch.randn(5, 4, 7, device=device))
+    one = Part(wide.out.transpose(1, 2)[:3, 1:, ::2, :9], wide.log_sum.transpose(1, 2)[:3, 1:, ::2])
+    other = Part(groups.out[:, :6].flip(2), groups.log_sum.transpose(1, 2).contiguous().transpose(1, 2))
+    expected = reference.join_attention(one, Part(other.out.nan_to_num(), other.log_sum), None)
+    result = kernel.join_attention(one, other, None)
+    torch.testing.assert_close(result, expected, atol=1e-6, rtol=1e-2)
+    assert result.transpose(1, 2).is_contiguous()
     several = [Part(part.out[:3].expand(3, 6, 2, 9), part.log_sum[:3].expand(3, 6, 2)) for part in (own, groups)]
     clean = [Part(part.out.nan_to_num(), part.log_sum) for part in several]
     expected = reference.join_attention(*clean, None)

@@ -458,12 +458,12 @@ def own_sinks(table: SlotTable, sinks: int) -> int:
 
 def newest_keys(table: SlotTable, slots: Tensor, behind: int = 0) -> Tensor:  # [B, H, n, D]
     """Keys of the slots of the newest tokens, but for the last `behind`."""
-    return at_newest(table, table.key_slots(), slots, behind) if table.exact else table.keys_at(slots)
+    return at_newest(table, table.key_slots(), slots, behind) if table.exact else table.keys_at(slots, behind)
 
 
 def newest_values(table: SlotTable, slots: Tensor, behind: int = 0) -> Tensor:  # [B, H, n, Dv]
     """Values of the slots of the newest tokens, but for the last `behind`."""
-    return at_newest(table, table.value_slots(), slots, behind) if table.exact else table.values_at(slots)
+    return at_newest(table, table.value_slots(), slots, behind) if table.exact else table.values_at(slots, behind)
 
 
 def newest_slots(table: SlotTable, count: int, behind: int = 0) -> Tensor:  # [B, H, count]

@@ -85,8 +85,11 @@ class PlainSlots:
         """The vectors of the slots [start, end)."""
         return self.read[:, :, start:end]
 
-    def at(self, slots: Tensor) -> Tensor:  # [B, H, m, D]
-        """The vectors of the slots [B, H, m]."""
+    def at(self, slots: Tensor, behind: int | None = None) -> Tensor:  # [B, H, m, D]
+        """The vectors of the slots [B, H, m]; `behind`: those of the newest tokens, in order, but for the last of them.
+
+        May be a part of what is held.
+        """
         return tensors.gather_slots(self.read, slots)
 
     def coded(self, bits: int, padding: Tensor | None, like: Slots | None = None, basis: Basis | None = None) -> Slots:
@@ -202,9 +205,14 @@ class SlotCodes(CodedSlots):
         slots = torch.arange(start, end, device=self.device).expand(*self.shape[:2], -1)
         return self.decoded_at(slots, self.dtype)
 
-    def at(self, slots: Tensor) -> Tensor:
+    def at(self, slots: Tensor, behind: int | None = None) -> Tensor:
         if self.fresh is None:
             return self.decoded_at(slots, self.dtype)
+        if behind is not None:
+            end = max(0, self.fresh.shape[2] - behind)
+            fresh = self.fresh[:, :, max(0, end - slots.shape[2]) : end]
+            coded = slots[:, :, : slots.shape[2] - fresh.shape[2]]
+            return torch.cat([self.decoded_at(coded, self.dtype), fresh], 2) if coded.shape[2] else fresh
         first, new = self.fresh_at, self.fresh.shape[2]
         is_fresh = (slots >= first) & (slots < first + new)
         decoded = self.decoded_at(torch.where(is_fresh, 0, torch.where(slots < first, slots, slots - new)), self.dtype)
@@ -308,9 +316,8 @@ class SlotCodes(CodedSlots):
         return replace(self, codes=codes, steps=steps, fresh=fresh)
 
     def write(self, at: Tensor, x: Tensor) -> None:
-        new = codecs.encode(x, self.center, self.codec)
-        self.codes.index_copy_(0, at, new.codes.flatten(0, 2))
-        self.steps.index_copy_(0, at, new.steps.flatten())
+        place = at.view(x.shape[:3])
+        codecs.encode_into(codecs.Coded(self.codes, self.steps), x, self.center, self.codec, place)
 
     def rows(self, rows: Tensor) -> SlotCodes:
         rows = rows.to(self.device)

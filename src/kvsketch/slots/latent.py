@@ -37,11 +37,11 @@ class LatentTable(SlotTable):
     def value_slots(self) -> Tensor:  # [B, 1, S, R]
         return super().key_slots()
 
-    def keys_at(self, slots: Tensor) -> Tensor:
-        return torch.cat([super().values_at(slots), super().keys_at(slots)], -1)
+    def keys_at(self, slots: Tensor, behind: int | None = None) -> Tensor:
+        return torch.cat([super().values_at(slots, behind), super().keys_at(slots, behind)], -1)
 
-    def values_at(self, slots: Tensor) -> Tensor:
-        return super().keys_at(slots)
+    def values_at(self, slots: Tensor, behind: int | None = None) -> Tensor:
+        return super().keys_at(slots, behind)
 
     def read(self) -> StoredSlots:
         if reads_codes(self):

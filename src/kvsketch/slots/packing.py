@@ -29,7 +29,7 @@ def pack(table: SlotTable, capacity: Tensor) -> None:
 def unpack(table: SlotTable) -> None:
     """Equal heads again, of the size of the largest."""
     if table.layout is not None:
-        table.parts.move(table.layout.unpacked)
+        table.parts.move(table.layout.unpacking())
         table.layout = None
 
 

@@ -30,12 +30,15 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.layer_bytes import query_bytes
 from kvsketch.ops.page_rows import Front, Rows, Worth
+from kvsketch.slots.codes import Slots
 from kvsketch.slots.context import LayerContext
+from kvsketch.slots.layout import Layout
 from kvsketch.slots.packing import pack, unpack
-from kvsketch.slots.parts import STATE
+from kvsketch.slots.parts import STATE, VECTORS
 from kvsketch.slots.state import SLOT, TableState
 from kvsketch.slots.store import EMPTY, Parts, Ragged, row_parts, table_of
 from kvsketch.slots.table import SlotTable
+from kvsketch.slots.tensors import joined
 
 CLOCK = 1 << 24  # above the length of any text
 ALIGNED = 64  # bytes of a plane are a multiple of it: kernels then know that rows of any dtype begin at a vector
@@ -265,14 +268,23 @@ class StepRows(NamedTuple):
     tables: list[SlotTable]  # of each layer, one row per request; slots lie in the pages
 
 
+class LayerRows(NamedTuple):
+    """What one layer holds of some requests: what attention reads, and where new tokens are written."""
+
+    keys: Slots  # of the store, with the centers and exact vectors of B rows
+    values: Slots
+    log_den: Tensor  # [N], of the store
+    layout: Layout
+    at: Tensor  # [B H n] int64, where the slots of new tokens lie in the store
+
+
 class TurnRows(NamedTuple):
-    """Several new tokens of each of B requests, behind those that their pages hold, in all layers."""
+    """Several new tokens of each of B requests, behind those that their pages hold."""
 
     pages: Tensor  # [B] int64
     waiting: Tensor  # [B] int64, tokens that wait before them
     counts: Tensor  # [B] int64, new tokens
-    at: Tensor  # [L, B H n] int64, where their slots lie in the store
-    tables: list[SlotTable]  # of each layer, one row per request: what was there before
+    layers: list[LayerRows]
 
 
 class RequestPages:
@@ -329,7 +341,7 @@ class RequestPages:
         """Writes a whole request, tables whose batch rows are its layers; the device is not asked."""
         tables = [self._packed(table) for table in singles]
         waiting = tables[0].seen - tables[0].settled
-        filled = torch.cat([table.next_slot[:, :, 0] for table in tables])  # [L, H]
+        filled = joined([table.next_slot[:, :, 0] for table in tables])  # [L, H]
         kept = filled - waiting
         room = (kept + self.shape.room).flatten()
         start = (room.cumsum(0) - room + page * self.shape.rows).view(filled.shape)
@@ -339,7 +351,7 @@ class RequestPages:
         self.store.put(page, tables, start, filled, end=(page + 1) * self.shape.rows - 1)
         if waiting:
             states: list[Any] = [table.state for table in tables]
-            self.planes["queries"][page, :, :, :waiting] = torch.cat([s.queries[:, :, :waiting] for s in states])
+            self.planes["queries"][page, :, :, :waiting] = joined([s.queries[:, :, :waiting] for s in states])
 
     def _packed(self, single: SlotTable) -> SlotTable:
         """The table with a layout of its own; tokens lie before `next_slot`."""
@@ -391,22 +403,27 @@ class RequestPages:
         # The last slot of a page takes what belongs nowhere.
         nowhere = ((each[0] + 1) * self.shape.rows - 1).view(-1, 1, 1)
         at = torch.where(new < each[2].view(-1, 1, 1), (start + filled).unsqueeze(-1) + new, nowhere)
+        if any(counts):
+            # Of all layers at once: nobody reads them before the last.
+            for name, numbers in self.store.slots.items():
+                if name == "log_den" or name.startswith(STATE):
+                    numbers.index_fill_(0, at.view(-1), 0.0)
         # The definition in torch reads as many slots of every head as the largest has.
         most = self.shape.longest if filled.is_cuda else max(1, int(filled.max()))
-        own["next_slot"] = filled.unsqueeze(-1)
-        tables = [
-            self.store.table(layer, own, self.store.layout(start[layer], filled[layer], most))
-            for layer in range(self.shape.layers)
-        ]
-        return TurnRows(each[0], each[1], each[2], at.flatten(1), tables)
+        keys, values = (self.store.vectors(name, own) for name in VECTORS)
+        layouts = [self.store.layout(*where, most) for where in zip(start.unbind(), filled.unbind(), strict=True)]
+        parts = zip(keys, values, layouts, at.flatten(1).unbind(), strict=True)
+        layers = [LayerRows(k, v, self.store.slots["log_den"], layout, place) for k, v, layout, place in parts]
+        return TurnRows(each[0], each[1], each[2], layers)
 
     def write_behind(self, turns: TurnRows, layer: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """Writes these tokens: q [B, Hq, n, D], k [B, H, n, D], v [B, H, n, Dv]. Their numbers are not (`take`)."""
-        table, at = turns.tables[layer], turns.at[layer]
-        table.keys.write(at, k)
-        table.values.write(at, v)
-        for numbers in (table.log_den, *table.state.slot_tensors()):
-            numbers.index_fill_(0, at, 0.0)
+        """Writes these tokens: q [B, Hq, n, D], k [B, H, n, D], v [B, H, n, Dv].
+
+        What they weigh is written (`behind`), their numbers are not (`take`).
+        """
+        rows = turns.layers[layer]
+        rows.keys.write(rows.at, k)
+        rows.values.write(rows.at, v)
         queries = self.planes["queries"][:, layer]
         # What fills up the rows may be more than there is room for.
         new = q[:, :, : self.shape.room]

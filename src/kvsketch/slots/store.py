@@ -28,13 +28,13 @@ from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import EXACT_SLOTS, UNIT, Readers, readers
 from kvsketch.ops.slot_update import CLOSED
 from kvsketch.ops.work_list import fixed_work_list, most_of_list
-from kvsketch.slots.codes import PlainSlots, of_layers, other_directions
+from kvsketch.slots.codes import PlainSlots, Slots, of_layers, other_directions
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.packing import widen
 from kvsketch.slots.parts import NUMBERS, VECTORS
 from kvsketch.slots.state import HOST, ROW, SLOT, TableState
 from kvsketch.slots.table import SlotTable
-from kvsketch.slots.tensors import wide
+from kvsketch.slots.tensors import joined, wide
 
 Parts: TypeAlias = dict[str, Tensor]
 EMPTY = NUMBERS | {"keys.exact_at": -1, "values.exact_at": -1}  # what an empty slot holds; else 0
@@ -48,7 +48,7 @@ def row_parts(table: SlotTable) -> Parts:
 def all_row_parts(singles: Sequence[SlotTable]) -> Parts:
     """The same of all layers, [L, H, ...]: tables of one row, or one whose batch rows are the layers."""
     own = [row_parts(single) for single in singles]
-    return {name: torch.cat([parts[name] for parts in own]) for name in own[0]}
+    return {name: joined([parts[name] for parts in own]) for name in own[0]}
 
 
 def stacked(singles: list[SlotTable]) -> list[SlotTable]:
@@ -290,12 +290,25 @@ class Ragged:
         parts = self.slots | {name: part[layer] for name, part in own.items()}
         return table_of(self.like[layer], parts, layout=layout, length=layout.most, **others)
 
+    def vectors(self, name: str, own: Parts) -> list[Slots]:
+        """Keys or values of each layer over the store, of rows that have `own` [L, B, ...] beside their slots."""
+        beside = {each: own[name + each].unbind() for each in self.like[0].parts[name].head_parts()}
+        slots = {each: self.slots[name + each] for each in self.like[0].parts[name].slot_parts()}
+        return [
+            like.parts[name].with_parts(slots | {each: parts[layer] for each, parts in beside.items()})
+            for layer, like in enumerate(self.like)
+        ]
+
+    @functools.cached_property
+    def _no_lists(self) -> tuple[Tensor, Tensor]:
+        work = torch.empty(0, 5, dtype=torch.int32, device=self.device)
+        return work, work[:, 0]
+
     def layout(self, start: Tensor, capacity: Tensor, most: int | None = None, lists: Sequence[Tensor] = ()) -> Layout:
         """Of heads that begin at `start` [B, H]; `lists`: a work list, which a step of single tokens reads."""
         most = self.most if most is None else most
         if not lists:
-            none = torch.empty(0, 5, dtype=torch.int32, device=self.device)
-            return Layout(start, capacity, most, self.total, none, none[:, 0], 0)
+            return Layout(start, capacity, most, self.total, *self._no_lists, 0)
         work, first = lists
         return Layout(start, capacity, most, self.total, work, first, -(-(most + EXACT_SLOTS) // UNIT))
 
@@ -357,7 +370,7 @@ class Ragged:
             at = torch.where(there, at, end).clamp_max_(end)
         slots = [single.parts.named() for single in singles]
         for name, held in self.slots.items():
-            wide(held).index_copy_(0, at, wide(torch.cat([parts[name] for parts in slots])))
+            wide(held).index_copy_(0, at, wide(joined([parts[name] for parts in slots])))
 
     def clear(self, start: int, size: int) -> None:
         """Empties slots: what lies there need not be finite, and attention multiplies it by 0."""

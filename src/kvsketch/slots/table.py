@@ -263,13 +263,13 @@ class SlotTable:
         """D, the size of a key."""
         return self._equal(self.keys).shape[3]
 
-    def keys_at(self, slots: Tensor) -> Tensor:  # [B, H, m, D]
-        """Keys of the slots [B, H, m] alone."""
-        return self._equal(self.keys).at(slots)
+    def keys_at(self, slots: Tensor, behind: int | None = None) -> Tensor:  # [B, H, m, D]
+        """Keys of the slots [B, H, m] alone; `behind`: these hold the newest tokens, but for so many."""
+        return self._equal(self.keys).at(slots, behind)
 
-    def values_at(self, slots: Tensor) -> Tensor:  # [B, H, m, Dv]
-        """Values of the slots [B, H, m] alone."""
-        return self._equal(self.values).at(slots)
+    def values_at(self, slots: Tensor, behind: int | None = None) -> Tensor:  # [B, H, m, Dv]
+        """The same of values."""
+        return self._equal(self.values).at(slots, behind)
 
     # which token a slot holds, and what it weighs
 

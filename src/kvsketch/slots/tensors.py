@@ -51,6 +51,11 @@ def copies(tensors: Iterable[Tensor]) -> dict[int, Tensor]:
     return made
 
 
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """Tensors one after the other; a single one as it is."""
+    return parts[0] if len(parts) == 1 else torch.cat([*parts])
+
+
 def grown(buffer: Tensor, used: int, capacity: int) -> Tensor:
     grown = buffer.new_empty(*buffer.shape[:2], capacity, buffer.shape[3])
     grown[:, :, :used] = buffer[:, :, :used]

@@ -22,7 +22,7 @@ from kvsketch import ops
 from kvsketch.integrations.vllm.document_pool import Beside
 from kvsketch.slots.pages import RequestPages, TurnRows
 
-TILE = 64  # lengths are filled up to a multiple of it: kernels are compiled for few of them
+TILE = 64  # lengths of several are filled up to a multiple of it: kernels are compiled for few of them
 APART = 4  # requests are read together whose lengths differ by at most this factor
 
 
@@ -71,9 +71,9 @@ class Behind:
     """One group in one forward."""
 
     rows: TurnRows
-    take: Tensor  # [B n], tokens of the forward; what fills up a row is its last token again
-    back: Tensor  # [tokens of the group], among B n
-    at: Tensor  # the same tokens in the forward
+    take: Tensor | slice  # [B n], tokens of the forward; what fills up a row is its last token again
+    back: Tensor | slice  # [tokens of the group], among B n
+    at: Tensor | slice  # the same tokens in the forward
     length: int  # n
     due: dict[int, DueTurn]  # by row
     documents: Beside | None = None
@@ -83,9 +83,17 @@ class Behind:
         cls, pages: RequestPages, prompts: Sequence[Prompt], waiting: Sequence[int], due: dict[int, DueTurn]
     ) -> Behind:
         """`waiting`: tokens of each that wait before it; `due`: by page, turns that are not written."""
-        length = -(-max(prompt.tokens for prompt in prompts) // TILE) * TILE
+        length = max(prompt.tokens for prompt in prompts)
+        alone = len(prompts) == 1 and length >= TILE
+        if not alone:
+            length = -(-length // TILE) * TILE
         written = [0 if prompt.page in due else prompt.tokens for prompt in prompts]
         rows = pages.behind([prompt.page for prompt in prompts], [*waiting], written, length)
+        by_row = {row: due[prompt.page] for row, prompt in enumerate(prompts) if prompt.page in due}
+        if alone:
+            # Nothing is filled up, and nothing need be gathered.
+            tokens = slice(prompts[0].start, prompts[0].end)
+            return cls(rows, tokens, slice(None), tokens, length, by_row)
         new = torch.arange(length)
         take, at, back = [], [], []
         for number, prompt in enumerate(prompts):
@@ -93,7 +101,6 @@ class Behind:
             at.append(torch.arange(prompt.start, prompt.end))
             back.append(number * length + new[: prompt.tokens])
         near = [torch.cat(each).to(rows.pages.device, non_blocking=True) for each in (take, back, at)]
-        by_row = {row: due[prompt.page] for row, prompt in enumerate(prompts) if prompt.page in due}
         return cls(rows, near[0], near[1], near[2], length, by_row)
 
     def attend(
@@ -108,19 +115,20 @@ class Behind:
         part = ops.Part(own, log_sum)
         if self.documents is not None:
             part = _joined(part, self.documents.read(layer, query, scale, softcap))
-        keys_there, values_there, log_num, log_den, layout = self.rows.tables[layer].as_stored()
+        held = self.rows.layers[layer]
         there = ops.past_attention(
-            query, keys_there, values_there, log_num, log_den, scale, ragged=layout, softcap=softcap
-        )
+            query, held.keys.read, held.values.read, held.log_den, held.log_den, scale,
+            ragged=held.layout, softcap=softcap,
+        )  # fmt: skip
         out = ops.join_attention(part, there)
         if len(self.due) < len(query):
             pages.write_behind(self.rows, layer, query, keys, values)
         for row, turn in self.due.items():
             turn.layers.append(tuple(x[row : row + 1, :, : turn.tokens].clone() for x in (query, keys, values)))
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, self.back)
+        return out.transpose(1, 2).flatten(0, 1)[self.back]
 
     def _of_rows(self, x: Tensor) -> Tensor:  # [B, heads, n, size]
-        return x.index_select(0, self.take).unflatten(0, (-1, self.length)).transpose(1, 2)
+        return x[self.take].unflatten(0, (-1, self.length)).transpose(1, 2)
 
 
 def _joined(one: ops.Part, other: ops.Part) -> ops.Part:

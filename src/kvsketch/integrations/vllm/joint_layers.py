@@ -291,7 +291,7 @@ class JointLayers:
         for group in forward.behind:
             assert forward.pages is not None
             attended = group.attend(forward.pages, layer, q, k, v, self.scales[layer], self.options[layer])
-            out.index_copy_(0, group.at, attended)
+            out[group.at] = attended
         for page, start, end, seen in forward.alone:
             new = slice(start, end)
             out[new] = self.prefill(layer, page, seen, q[new], k[new], v[new])

@@ -112,8 +112,8 @@ class Rebuild:
             weights = torch.zeros(table.shape, device=table.device) if weights is None else weights.clone()
             weights.view(-1).index_copy_(0, at, changes.log_weights)
             if not coding.replace_at(table, at, changes.values):
-                values, changed = newest_values(table, slots, behind).contiguous(), torch.full_like(slots, -1)
-                values.view(-1, values.shape[3]).index_copy_(0, changes.place, changes.values)
+                values, changed = newest_values(table, slots, behind), torch.full_like(slots, -1)
+                rows = values.reshape(-1, values.shape[3]).index_copy(0, changes.place, changes.values)
                 changed.view(-1).index_copy_(0, changes.place, slots.flatten()[changes.place])
-                coding.replace_values(table, changed, values)
+                coding.replace_values(table, changed, rows.view(values.shape))
         settle_slots(table, keep, layout, weights)

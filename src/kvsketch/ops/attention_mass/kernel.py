@@ -46,6 +46,7 @@ from kvsketch.ops.common.kernel import (
     load_tile,
     wait,
 )
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
     MAX_HEAD_SIZE,
@@ -83,9 +84,9 @@ def mass_from_logits(logits: Tensor, options: Options) -> Tensor:
     assert options.index is not None
     call = Call(logits, options.index.shape[1], options.index.shape[2], options)
     logits = logits.contiguous()
-    block_g = triton.next_power_of_2(call.group)
+    block_g = next_power_of_2(call.group)
     block_n = _columns_per_tile(call.columns, max(64, min(256, LOGITS_TILE // block_g)))
-    grid = (triton.cdiv(call.columns, block_n), call.batch * call.kv_heads)
+    grid = (cdiv(call.columns, block_n), call.batch * call.kv_heads)
     with on(logits.device):
         if options.row_lse is not None:
             shares_kernel[grid](
@@ -157,14 +158,12 @@ def _column_sums(call: Call, q: Tensor, k: Tensor, scale: float) -> Tensor:  # [
     tiles = described_rows(aligned(q), rows), described_rows(aligned(k), columns)
     heads = call.batch * call.query_heads
     if call.options.row_lse is None:
-        row_kernel[(triton.cdiv(queries, rows), heads)](
-            *tiles, *call.context, row_hash, column_hash, lse, *numbers, **options
-        )
+        row_kernel[(cdiv(queries, rows), heads)](*tiles, *call.context, row_hash, column_hash, lse, *numbers, **options)
     else:
         lse = call.options.row_lse.float().contiguous()
     # Slots are unordered, so no tile of rows is known to see a whole tile of slots.
     for masked in (True,) if call.index is not None else (True, False):
-        column_kernel[(triton.cdiv(call.columns, columns), heads)](
+        column_kernel[(cdiv(call.columns, columns), heads)](
             *tiles, *call.context, row_hash, column_hash, lse, mass, *numbers, MASKED=masked, **options
         )
     return mass
@@ -176,7 +175,7 @@ def _position_hashes(call: Call, queries: int) -> tuple[Tensor | None, Tensor | 
     shape = (call.batch, call.query_heads)
     row_hash = torch.empty((*shape, queries), dtype=torch.int32, device=call.device)
     column_hash = torch.empty((*shape, call.columns), dtype=torch.int32, device=call.device)
-    hash_kernel[(triton.cdiv(max(queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
+    hash_kernel[(cdiv(max(queries, call.columns), HASH_BLOCK), call.batch * call.query_heads)](
         *call.context, row_hash, column_hash,
         call.stream, call.first_head, call.seen, queries, call.columns, call.query_heads, *outer_strides(call.index),
         GROUP=call.group, BLOCK=HASH_BLOCK, **call.flags,
@@ -188,7 +187,7 @@ def _add_one_row(call: Call, q: Tensor, k: Tensor, scale: float) -> Tensor:
     """Adds the mass of q [B, Hq, 1, D] on k [B, H, S, D] to the scores."""
     block_g = block_size(call.group)
     block_n = _columns_per_tile(call.columns, KEY_COLUMNS)
-    grid = (triton.cdiv(call.columns, block_n), call.batch * call.kv_heads)
+    grid = (cdiv(call.columns, block_n), call.batch * call.kv_heads)
     x, parts = call.row_buffers(grid[0])
     logits_kernel[grid](
         q, k, *call.context, x, parts, scale, *call.temperature,
@@ -203,7 +202,7 @@ def _update(call: Call, grid: tuple[int, int], x: Tensor, parts: Tensor, block_g
     into = call.options.into
     update_kernel[grid](
         x, parts, into, call.options.fade, call.columns,
-        GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=triton.next_power_of_2(grid[0]),
+        GROUP=call.group, BLOCK_G=block_g, BLOCK_N=block_n, BLOCK_T=next_power_of_2(grid[0]),
         REDUCE=call.options.reduce, **early_start.launch(into.device),
     )  # fmt: skip
     return into
@@ -223,7 +222,7 @@ def launch_for(q: Tensor, noise: Noise | None) -> TileLaunch:
 
 def _columns_per_tile(columns: int, least: int) -> int:
     """Columns per tile, so that there are few enough tiles for one program to combine."""
-    while least < 256 and triton.cdiv(columns, least) > MAX_TILES:
+    while least < 256 and cdiv(columns, least) > MAX_TILES:
         least *= 2
     return least
 

@@ -20,6 +20,7 @@ import triton.language as tl
 from kvsketch.ops.balance_walk import TIE, Arguments, Walked
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import dot, gather_tile
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last, outer_strides
 from kvsketch.ops.random.kernel import hash_combine, signed, to_uniform
 
@@ -214,7 +215,7 @@ def balance_walk(call: Arguments) -> Walked:
     k, values = dense_last(call.k), dense_last(call.k if call.v is None else call.v)
     weights = None if call.weights is None else call.weights.float().contiguous()
     ids = (torch.arange(blocks, device=device) if call.ids is None else call.ids).expand(batch, heads, blocks)
-    count_padded = triton.cdiv(count, ROWS) * ROWS
+    count_padded = cdiv(count, ROWS) * ROWS
     programs = batch * heads * blocks
     scratch = torch.empty(programs * (count_padded + ROWS * (ROWS + 2)), dtype=torch.float32, device=device)
     signs = torch.zeros(call.slots.shape, dtype=torch.int8, device=device)

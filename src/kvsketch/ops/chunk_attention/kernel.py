@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from kvsketch.ops.chunk_attention import Arguments
 from kvsketch.ops.common.device import TileLaunch, device_traits, on
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, described_rows, dot, load_rows, tanh_ratio
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.sums import add_terms, load_weights, no_terms, normalizer
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -67,7 +68,7 @@ def chunk_attention(call: Arguments, launch: TileLaunch | None = None) -> Attend
     out = torch.empty((batch, queries, query_heads, value_size), dtype=q.dtype, device=q.device)
     state = torch.empty((2, batch, query_heads, queries), dtype=torch.float32, device=q.device)
     with on(q.device):
-        chunk_kernel[(triton.cdiv(queries, launch.rows), batch * query_heads)](
+        chunk_kernel[(cdiv(queries, launch.rows), batch * query_heads)](
             _rows(q, launch.rows), _rows(k, launch.columns), _rows(v, launch.columns), past_k, past_v,
             log_num, log_den, contiguous(call.hidden), contiguous(call.sink_logits), out, state,
             factor, call.softcap, None if call.clip is None or tied else call.clip / math.log(2.0),

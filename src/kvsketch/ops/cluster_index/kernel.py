@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvsketch.ops.cluster_index import ClusterIndex
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import block_size, dense_last
 
 MAX_SLOTS = 1 << 30
@@ -53,21 +54,21 @@ def cluster_index(labels: Tensor, clusters: int, into: ClusterIndex | None = Non
     batch, heads, count = labels.shape
     device, labels = labels.device, labels.contiguous()
     into = into or empty_index(batch, heads, count, clusters, device)
-    tile = LEAST_TILE * triton.next_power_of_2(triton.cdiv(count, LEAST_TILE * MAX_TILES))
-    tiles = triton.next_power_of_2(triton.cdiv(count, tile))
+    tile = LEAST_TILE * next_power_of_2(cdiv(count, LEAST_TILE * MAX_TILES))
+    tiles = next_power_of_2(cdiv(count, tile))
     # The slots without a cluster are one more cluster behind the last.
     before = torch.zeros((batch * heads, clusters + 1, tiles), dtype=torch.int32, device=device)
     ranks = torch.empty((batch * heads, count), dtype=torch.int32, device=device)
     sizes = (count, clusters, tile)
     with on(device):
-        rank_kernel[(triton.cdiv(count, RANK_SLOTS), batch * heads)](
+        rank_kernel[(cdiv(count, RANK_SLOTS), batch * heads)](
             labels, ranks, before, *sizes, TILES=tiles, SLOTS=RANK_SLOTS, COMPARED=COMPARED, num_warps=1
         )
-        scan_kernel[(triton.cdiv(clusters + 1, SCAN_BINS), batch * heads)](
+        scan_kernel[(cdiv(clusters + 1, SCAN_BINS), batch * heads)](
             before, into.sizes, clusters, TILES=tiles, BINS=SCAN_BINS, num_warps=4
         )
         start_kernel[(batch * heads,)](into.sizes, into.offsets, clusters, BINS=START_BINS, num_warps=8)
-        place_kernel[(triton.cdiv(count, PLACE_SLOTS), batch * heads)](
+        place_kernel[(cdiv(count, PLACE_SLOTS), batch * heads)](
             labels, ranks, before, *into, *sizes, TILES=tiles, SLOTS=PLACE_SLOTS, num_warps=4
         )
     return into

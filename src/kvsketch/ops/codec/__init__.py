@@ -194,7 +194,10 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
-    """Writes x [B, H, n, D] to the places `at` [B, H, n] int64 of coded vectors [B, H, S, ...], in place."""
+    """Writes x [B, H, n, D] to the places `at` [B, H, n] int64 of coded vectors, in place.
+
+    These are [B, H, S, ...], or [N, ...] of a flat store.
+    """
     _check(x, center, codec)
     implementation("codec", x.device, codec).encode_into(coded, x, center, codec, at)
 

@@ -18,7 +18,8 @@ from kvsketch.ops.codec import LARGEST_STEP, LEAST_EXPONENT, NOT_FINITE, STEP_DT
 from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import dot
 from kvsketch.ops.common.quantised import hadamard, hadamard_signs, load_levels
-from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last
+from kvsketch.ops.common.sizes import cdiv
+from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, dense_last, outer_strides, slot_strides
 
 TILE = 64  # vectors of one program
 SMALL_TILE = 8  # where shared memory has no room for a Hadamard matrix
@@ -61,7 +62,7 @@ def _decoded(slots: CodedSlots, at: Tensor | None, dtype: torch.dtype) -> Tensor
     codes, steps = dense_last(slots.codes), dense_last(slots.steps)
     tile = _tile(codec, out.device)
     with on(out.device):
-        decode_kernel[(triton.cdiv(count, tile), batch * heads)](
+        decode_kernel[(cdiv(count, tile), batch * heads)](
             codes, steps, slots.center.contiguous(), codec.signs(out.device),
             slots.exact.contiguous(), slots.exact_at.contiguous(), at, out,
             count, heads, 1.0 / math.sqrt(codec.block), *codes.stride()[:3], *steps.stride()[:2],
@@ -82,10 +83,10 @@ def _launch(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor | 
     x, center = dense_last(x), center.contiguous()
     tile = _tile(codec, x.device)
     with on(x.device):
-        encode_kernel[(triton.cdiv(count, tile), batch * heads)](
+        encode_kernel[(cdiv(count, tile), batch * heads)](
             x, center, codec.signs(x.device), at, coded.codes, coded.steps,
             count, heads, codec.unit, codec.norm, LARGEST_STEP,
-            *x.stride()[:3], *coded.codes.stride()[:3], *coded.steps.stride()[:3],
+            *x.stride()[:3], *slot_strides(coded.codes), *outer_strides(coded.steps), coded.steps.stride(-1),
             BITS=codec.bits, D=codec.size, TILE=tile, AT=at is not None, num_warps=4 if codec.size <= 128 else 8,
         )  # fmt: skip
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from kvsketch.ops.codec import STEP_DTYPE, Codec, Coded
-from kvsketch.ops.codec.reference import decode, decode_at
+from kvsketch.ops.codec.reference import decode, decode_at, put
 from kvsketch.ops.common.native import fits, program
 
 __all__ = ["decode", "decode_at", "encode", "encode_into", "encode_rows", "supported"]
@@ -50,9 +50,7 @@ def encode(x: Tensor, center: Tensor, codec: Codec) -> Coded:
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
-    new = encode(x, center, codec)
-    coded.codes.scatter_(2, at.unsqueeze(-1).expand(new.codes.shape), new.codes)
-    coded.steps.scatter_(2, at, new.steps)
+    put(coded, encode(x, center, codec), at)
 
 
 def encode_rows(held: Tensor, x: Tensor, codec: Codec, source: Tensor, at: Tensor) -> None:

@@ -19,9 +19,17 @@ from kvsketch.ops.codec.basis import LearnedCodec
 
 
 def encode_into(coded: Coded, x: Tensor, center: Tensor, codec: Codec, at: Tensor) -> None:
-    new = encode(x, center, codec)
-    coded.codes.scatter_(2, at.unsqueeze(-1).expand(new.codes.shape), new.codes)
-    coded.steps.scatter_(2, at, new.steps)
+    put(coded, encode(x, center, codec), at)
+
+
+def put(coded: Coded, new: Coded, at: Tensor) -> None:
+    """Writes codes and steps to the places `at`, as `encode_into`."""
+    if coded.steps.dim() == 1:
+        coded.codes.index_copy_(0, at.flatten(), new.codes.flatten(0, 2))
+        coded.steps.index_copy_(0, at.flatten(), new.steps.flatten())
+    else:
+        coded.codes.scatter_(2, at.unsqueeze(-1).expand(new.codes.shape), new.codes)
+        coded.steps.scatter_(2, at, new.steps)
 
 
 def integers_of(x: Tensor, center: Tensor) -> tuple[Tensor, Tensor, Tensor]:

@@ -38,6 +38,7 @@ from torch import Tensor
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.codec.basis import LearnedCodec
 from kvsketch.ops.common.kernel import PTX, block_of, dot, load_columns, load_tile, store_columns
+from kvsketch.ops.common.sizes import next_power_of_2
 from kvsketch.ops.common.tensors import dense_last, slot_strides
 
 HALVES = {torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
@@ -80,7 +81,7 @@ def stored(part: Tensor | CodedSlots, words: bool, paged: bool = False) -> Store
 @functools.lru_cache(maxsize=64)
 def _second_words(size: int, device: torch.device) -> Tensor:
     """-1 for each word behind the first D / 8, with room for the channels of a program."""
-    return -(torch.arange(triton.next_power_of_2(size)) >= size // 8).to(torch.int16).to(device)
+    return -(torch.arange(next_power_of_2(size)) >= size // 8).to(torch.int16).to(device)
 
 
 def beside_codes(part: Tensor, paged: bool) -> Tensor:

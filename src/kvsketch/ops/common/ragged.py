@@ -11,6 +11,7 @@ Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all, P pi
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -60,10 +61,18 @@ class Ragged:
 
     def unpacked(self, flat: Tensor, fill: float = 0) -> Tensor:  # [B, H, S, ...]
         """A flat store [N, ...] as equal heads; `fill` stands where a head has no slot."""
-        slot = torch.arange(self.most, device=flat.device)
+        return self.unpacking()(flat, fill)
+
+    def unpacking(self) -> Callable[[Tensor, float], Tensor]:
+        """The same of several stores, whose slots are looked up once."""
+        slot = torch.arange(self.most, device=self.start.device)
         at = (self.start.unsqueeze(-1) + slot).clamp_max(self.total - 1)
-        inside = self.inside().view(*at.shape, *[1] * (flat.dim() - 1))
-        return torch.where(inside, flat[at], fill)
+        inside = self.inside()
+
+        def unpacked(flat: Tensor, fill: float) -> Tensor:
+            return torch.where(inside.view(*at.shape, *[1] * (flat.dim() - 1)), flat[at], fill)
+
+        return unpacked
 
 
 def work_list(capacity: Tensor, by: Readers) -> tuple[Tensor, Tensor]:

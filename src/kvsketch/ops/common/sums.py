@@ -20,6 +20,7 @@ from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, begin
 from kvsketch.ops.common.quantised import hadamard
 from kvsketch.ops.common.ragged import Ragged
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 
 LIMIT = tl.constexpr(2.0**100)  # of a sum with a guessed origin; beyond it the origin is a running maximum
 COMBINE_COLUMNS, COMBINE_SPLITS = 64, 128  # that one program reads at a time
@@ -42,9 +43,9 @@ def combine(
     most = splits if ragged is None else ragged.most_pieces
     heads = ragged.start.shape[1] if ragged is not None else query_heads if rotated is None else rotated.center.shape[1]
     columns = COMBINE_COLUMNS if rotated is None else value_size
-    block = min(COMBINE_SPLITS, triton.next_power_of_2(max(1, most)))
+    block = min(COMBINE_SPLITS, next_power_of_2(max(1, most)))
     assert most <= block or rotated_splits is None, f"splits of two kinds are combined at once: {most} exceed {block}"
-    combine_kernel[(out.shape[0] * query_heads * queries, triton.cdiv(value_size, columns))](
+    combine_kernel[(out.shape[0] * query_heads * queries, cdiv(value_size, columns))](
         acc, sums, sink_logits, None if ragged is None else ragged.first_piece,
         None if rotated is None else rotated.center if pages is not None else rotated.center.contiguous(),
         None if rotated is None else rotated.codec.signs(out.device),

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import begin, wait
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 
 
 @triton.jit
@@ -43,7 +44,7 @@ def _normal(x: Tensor, residual: Tensor | None, weight: Tensor, eps: float) -> t
     size = x.shape[-1]
     out = torch.empty_like(x)
     total = x if residual is None else torch.empty_like(x)
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     _rms_norm[(x.numel() // size,)](
         x, x if residual is None else residual, weight, total, out, size, eps, BLOCK=block,
         ADD=residual is not None, num_warps=min(16, max(1, block // 512)), **early_start.launch(x.device),
@@ -89,7 +90,7 @@ def rotate_both(q: Tensor, k: Tensor, cos: Tensor, sin: Tensor) -> tuple[Tensor,
     q_out, k_out = q.new_empty(q.shape), k.new_empty(k.shape)
     _rotate[(query_heads + heads, new, batch)](
         q, k, q_out, k_out, cos, sin, query_heads, heads, new, size // 2, *q.stride()[:3], *k.stride()[:3],
-        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BLOCK=triton.next_power_of_2(size // 2),
+        cos.stride(0) if cos.shape[0] > 1 else 0, cos.stride(1), BLOCK=next_power_of_2(size // 2),
         num_warps=1, **early_start.launch(q.device),
     )  # fmt: skip
     return q_out, k_out
@@ -110,5 +111,5 @@ def gated_silu(gate: Tensor, up: Tensor) -> Tensor:
     """See reference.gated_silu; both are contiguous."""
     out = torch.empty_like(gate)
     block = 1024
-    _gated_silu[(triton.cdiv(gate.numel(), block),)](gate, up, out, gate.numel(), BLOCK=block, num_warps=4)
+    _gated_silu[(cdiv(gate.numel(), block),)](gate, up, out, gate.numel(), BLOCK=block, num_warps=4)
     return out

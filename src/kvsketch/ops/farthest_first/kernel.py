@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import dot, gather_tile
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size
 from kvsketch.ops.farthest_first import MAX_TILES, MIN_TILE, PER_TILE, ROUNDING, SLACK, Centers, Tiles, widest_tile
 from kvsketch.ops.farthest_first.reference import fill_with_equals, first_centers
@@ -42,10 +43,10 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
     chosen = index.to(torch.int32).contiguous()
     rows, device = batch * heads, keys.device
     tile = widest_tile(length)
-    tiles = min(MAX_TILES, triton.cdiv(length, MIN_TILE))
+    tiles = min(MAX_TILES, cdiv(length, MIN_TILE))
     origin, width = (tensor.to(torch.int32).contiguous() for tensor in Tiles.of(valid))
     per_tile = PER_TILE[form]
-    candidates = max(16, triton.next_power_of_2(tiles * per_tile))
+    candidates = max(16, next_power_of_2(tiles * per_tile))
     stop = (chosen >= 0).sum(-1, dtype=torch.int32).flatten()
     start = torch.zeros_like(stop)
     value = torch.full((rows, candidates), -1.0, device=device)
@@ -76,7 +77,7 @@ def farthest_first(keys: Tensor, count: int, valid: Tensor, given: int, form: st
         if form == "exact":
             replay_kernel[(rows,)](
                 value, candidate, runner_up, distance, chosen, start, stop, radius, count, tiles,
-                M=candidates, BLOCK_TILES=triton.next_power_of_2(tiles), num_warps=1,
+                M=candidates, BLOCK_TILES=next_power_of_2(tiles), num_warps=1,
             )  # fmt: skip
         else:
             accept_kernel[(rows,)](

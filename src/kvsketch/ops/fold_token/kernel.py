@@ -13,6 +13,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import INF, wait
+from kvsketch.ops.common.sizes import next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE
 from kvsketch.ops.fold_token import Layout, State
 from kvsketch.ops.random.kernel import hash_combine
@@ -46,9 +47,9 @@ def fold_token(state: State, layout: Layout, coalesce: bool) -> None:
             state.squares, state.folded,
             heads, slots, *layout, *state.keys.stride()[:3], *state.values.stride()[:3],
             D=size, DV=value_size,
-            BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size),
-            BLOCK_T=triton.next_power_of_2(max(2, layout.per_cluster)),
-            TILE=min(MAX_TILE, triton.next_power_of_2(max(16, layout.samples))),
+            BLOCK_D=next_power_of_2(size), BLOCK_DV=next_power_of_2(value_size),
+            BLOCK_T=next_power_of_2(max(2, layout.per_cluster)),
+            TILE=min(MAX_TILE, next_power_of_2(max(16, layout.samples))),
             SEPARATE=layout.clusters > 0, COALESCE=coalesce, num_warps=8,
             **early_start.launch(state.keys.device),
         )  # fmt: skip

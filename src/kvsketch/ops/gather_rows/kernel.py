@@ -7,6 +7,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.gather_rows import Sources
 
 TILE = 1 << 13  # entries of one program
@@ -20,12 +21,12 @@ def supported(rows: Tensor) -> bool:
 def gather_rows_of(sources: Sources, which: Tensor, first: Tensor, index: Tensor, apart: int, out: Tensor) -> None:
     """See `kvsketch.ops.gather_rows`."""
     rows, (problems, count) = sources.rows[0], index.shape
-    block = triton.next_power_of_2(rows.shape[1])
+    block = next_power_of_2(rows.shape[1])
     tile = TILE // block
     if index.numel():
         aligned = all(source.data_ptr() % 16 == 0 for source in sources.rows)
         with on(rows.device):
-            gather_rows_of_kernel[(triton.cdiv(count, tile), problems)](
+            gather_rows_of_kernel[(cdiv(count, tile), problems)](
                 sources.addresses, which, first, index, out, count, rows.stride(0), apart, *index.stride(),
                 D=rows.shape[1], BLOCK=block, ROWS=tile, ALIGNED=aligned, num_warps=4,
             )  # fmt: skip

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import readable
 from kvsketch.ops.hot_rows import OLDEST, Buffer, HotPlaces, Store, pairs
 
@@ -34,9 +35,9 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
     rows = rows.contiguous()
     entries, tokens = rows.numel() // (batch * heads), hot.place_of.shape[2]
     slots = torch.empty_like(rows)
-    block = max(64, min(BLOCK, triton.next_power_of_2(entries)), triton.next_power_of_2(triton.cdiv(entries, PARTS)))
-    hot_block = max(64, min(HOT_BLOCK, triton.next_power_of_2(places)))
-    parts = triton.cdiv(entries, block)
+    block = max(64, min(BLOCK, next_power_of_2(entries)), next_power_of_2(cdiv(entries, PARTS)))
+    hot_block = max(64, min(HOT_BLOCK, next_power_of_2(places)))
+    parts = cdiv(entries, block)
     # `lists`: tokens to copy and their places; missing entries and their tokens; the same, as each part found them.
     lists, result, totals = (
         torch.empty((batch * heads, *shape), dtype=torch.int32, device=rows.device)
@@ -50,14 +51,14 @@ def hot_rows(rows: Tensor, tail: Tensor, hot: HotPlaces, store: Store, buffer: B
         place_kernel[(parts, batch * heads)](
             rows, tail, *hot, slots, lists, result, totals,
             heads, entries, places, tokens, buffer.first_tail, buffer.first_hot,
-            BLOCK=block, PARTS=triton.next_power_of_2(parts), HOT_BLOCK=hot_block,
+            BLOCK=block, PARTS=next_power_of_2(parts), HOT_BLOCK=hot_block,
             num_warps=min(WARPS, max(4, hot_block // 256)), **early_start.launch(rows.device),
         )  # fmt: skip
-        copy_kernel[(min(COPY_PROGRAMS, triton.cdiv(entries, COPY_ROWS)), batch * heads)](
+        copy_kernel[(min(COPY_PROGRAMS, cdiv(entries, COPY_ROWS)), batch * heads)](
             lists, totals, hot.place_of, slots, store.row, *copied, *steps,
             heads, entries, tokens, buffer.first_hot, *strides,
             D=size, DV=value_size,
-            BLOCK_D=triton.next_power_of_2(size), BLOCK_DV=triton.next_power_of_2(value_size), ROWS=COPY_ROWS,
+            BLOCK_D=next_power_of_2(size), BLOCK_DV=next_power_of_2(value_size), ROWS=COPY_ROWS,
             # A thread moves 16 bytes of each.
             num_warps=max(1, min(8, COPY_ROWS * size * buffer.keys.element_size() // 512)),
             **early_start.launch(rows.device),

@@ -56,6 +56,7 @@ from kvsketch.ops.common.quantised import (
     word_products,
 )
 from kvsketch.ops.common.ragged import CODED_PROGRAMS
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -231,16 +232,16 @@ def plan(
     """
     block_n = max(16, min(128, min(TILE_BYTES, device.shared_bytes // 3) // slot_bytes))
     block_n = min(64 if coded else 128, 1 << (block_n.bit_length() - 1))
-    lists_and_spans = [(heads * lists, triton.cdiv(rows, block_n)), (heads, triton.cdiv(spans, block_n))]
+    lists_and_spans = [(heads * lists, cdiv(rows, block_n)), (heads, cdiv(spans, block_n))]
     # Tiles of extra slots are of values alone.
-    parts = [*lists_and_spans, (heads, triton.cdiv(extras, EXTRA_TILE.value))]
+    parts = [*lists_and_spans, (heads, cdiv(extras, EXTRA_TILE.value))]
     # A third stage reads the list a tile ahead of its rows.
     warps, registers, programs = (2, 128, 8) if slot_bytes <= 512 else (2, None, 4)
     if coded:
         warps, registers = (1, 128) if coded <= 512 else (1, 168) if coded <= 1024 else (2, None)
         programs = CODED_PROGRAMS if registers else 4
     share = best_share(parts, device.multiprocessors * programs)
-    listed, spanned, extra = (triton.cdiv(tiles, share) for _, tiles in parts)
+    listed, spanned, extra = (cdiv(tiles, share) for _, tiles in parts)
     return Plan(block_n, listed, spanned, extra, warps, 3, device.overlap, registers)
 
 
@@ -252,13 +253,13 @@ def best_share(parts: list[tuple[int, int]], resident: int) -> int:
     """
 
     def time(share: int) -> float:
-        programs = sum(count * triton.cdiv(tiles, share) for count, tiles in parts)
+        programs = sum(count * cdiv(tiles, share) for count, tiles in parts)
         if programs <= resident:
             return share + 1.0
         return (programs + sum(count * tiles for count, tiles in parts)) / resident + (share + 1.0) / 2
 
     longest = max(tiles for _, tiles in parts)
-    choices = range(max(1, triton.cdiv(longest, MAX_PIECES // 3)), max(1, longest) + 1)
+    choices = range(max(1, cdiv(longest, MAX_PIECES // 3)), max(1, longest) + 1)
     enough = 1.04 * min(map(time, choices))
     return max(share for share in choices if time(share) <= enough)
 

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import LOG2E, NEG_INF, described_rows, dot, load_rows
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, contiguous
 from kvsketch.ops.kept_attention import Kept
@@ -64,7 +65,7 @@ def kept_attention(
     launch = launch or launch_for(q, v)
     tiles = [(q, launch.queries), (k, launch.slots), (v.to(half), launch.slots), (held, launch.slots)]
     with on(q.device):
-        kept_kernel[(triton.cdiv(queries, launch.queries), count)](
+        kept_kernel[(cdiv(queries, launch.queries), count)](
             *(described_rows(aligned(tensor.unsqueeze(1)), tile) for tensor, tile in tiles), kept,
             contiguous(hidden), contiguous(elsewhere), a, out, share, scale * LOG2E.value, queries, slots,
             kept.shape[1], *kept.stride(), DV=value_size, BLOCK_D=block_size(size), BLOCK_DV=block_size(value_size),

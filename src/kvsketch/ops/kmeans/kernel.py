@@ -20,6 +20,7 @@ from kvsketch.ops.cluster_index.kernel import Directions, cluster_index, empty_i
 from kvsketch.ops.cluster_index.kernel import supported as index_supported
 from kvsketch.ops.common.device import TileLaunch, on
 from kvsketch.ops.common.kernel import dot
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size, dense_last
 from kvsketch.ops.kmeans import SAMPLE, Clusters, Stream, live_clusters
 from kvsketch.ops.random import initial_state
@@ -61,7 +62,7 @@ def kmeans(
     first, live = live_clusters(keys, clusters, start, counts)
     block_d = block_size(size)
     launch = launch or launch_for(dtype, block_d)
-    padded = triton.cdiv(clusters, launch.columns) * launch.columns
+    padded = cdiv(clusters, launch.columns) * launch.columns
     directions = Directions(
         torch.zeros((batch * heads, padded, block_d), dtype=dtype, device=device),
         torch.empty((batch * heads, block_d), dtype=torch.float32, device=device),
@@ -74,14 +75,14 @@ def kmeans(
     cosine = metric == "cosine"
 
     def assign() -> None:
-        assign_kernel[(triton.cdiv(length, launch.rows), batch * heads)](
+        assign_kernel[(cdiv(length, launch.rows), batch * heads)](
             keys, *directions, first, live, labels, heads, length, padded, *keys.stride()[:3],
             KEYS=launch.rows, CLUSTERS=launch.columns, STAGES=launch.stages, COSINE=cosine, DISTANCE=metric == "l2",
             **shape, num_warps=launch.warps,
         )  # fmt: skip
 
     with on(device):
-        begin_kernel[(triton.cdiv(clusters, BEGIN_ROWS), batch * heads)](
+        begin_kernel[(cdiv(clusters, BEGIN_ROWS), batch * heads)](
             keys, first, live, centroids, *directions, initial_state(stream.seed), *stream[1:],
             heads, length, clusters, padded, *keys.stride()[:3],
             ROWS=BEGIN_ROWS, SAMPLE=SAMPLE, COSINE=cosine, **shape, num_warps=4,

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import INF, dot, gather_tile
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, block_size
 from kvsketch.ops.leader_clustering import Clustering
 
@@ -49,7 +50,7 @@ def leader_clustering(
             count, heads, room, *keys.stride()[:3],
             D=size, BLOCK_D=block, TILE=tile, num_warps=4,
         )  # fmt: skip
-        assign_kernel[(triton.cdiv(count, tile), batch * heads)](
+        assign_kernel[(cdiv(count, tile), batch * heads)](
             keys, valid, representatives, births, alive, labels,
             count, heads, room, *keys.stride()[:3],
             D=size, BLOCK_D=block, TILE=tile, num_warps=4,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import NEG_INF, wait
+from kvsketch.ops.common.sizes import next_power_of_2
 from kvsketch.ops.page_rows import Front, Rows, Worth
 
 BLOCK = 1024
@@ -106,5 +107,5 @@ def _strides(held: Worth) -> list[int]:
 
 
 def _block(slots: int) -> dict[str, int]:
-    block = min(BLOCK, triton.next_power_of_2(slots))
+    block = min(BLOCK, next_power_of_2(slots))
     return {"BLOCK": block, "num_warps": max(1, min(4, block // 128))}

@@ -27,6 +27,7 @@ from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.ops.common.device import Device, TileLaunch, device_traits, on
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, block_of, dot, gather_tile, load_columns, tanh_ratio
 from kvsketch.ops.common.quantised import byte_vectors, channels_of, load_bytes, load_masked, share_of, width_of
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.sums import add_terms, join_sums, load_weights, no_terms, normalizer, store_sums
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -85,7 +86,7 @@ def plan_of(call: Arguments, device: Device, tile: TileLaunch | None = None) -> 
     launch = tile or launch
     group, queries = call.q.shape[1] // call.kv_heads, call.q.shape[2]
     if call.starts is None:
-        tiles = call.rows * triton.cdiv(group * queries, launch.rows)
+        tiles = call.rows * cdiv(group * queries, launch.rows)
     else:
         # Enough for rows of any lengths: those of row b begin at tile starts[b] G // rows + b.
         tiles = group * queries // launch.rows + call.rows
@@ -99,7 +100,7 @@ def splits_of(call: Arguments, launch: TileLaunch, tiles: int, resident: int) ->
     uneven = call.ragged is not None or call.lengths is not None
     wanted = UNEVEN * resident // programs if uneven and programs < UNEVEN * resident else round(resident / programs)
     fits = MOST_PARTIAL_BYTES // (programs * partial_bytes(call, launch))
-    return max(1, min(MOST_SPLITS, wanted, fits, triton.cdiv(call.most_slots, launch.columns)))
+    return max(1, min(MOST_SPLITS, wanted, fits, cdiv(call.most_slots, launch.columns)))
 
 
 def partial_bytes(call: Arguments, launch: TileLaunch) -> int:
@@ -184,7 +185,7 @@ def past_attention(call: Arguments, launch: Plan | None = None) -> Part:
             exact_strides=None if exact_at is None else exact_at.stride()[:2],
             block_stride=0 if call.blocks is None else call.blocks.stride(0),
             BLOCK_N=tile.columns, BLOCK_T=0 if call.blocks is None else call.k.shape[2],
-            EXACT=0 if exact_at is None else exact_at.shape[2], ALL_HEADS=triton.next_power_of_2(call.rows * heads),
+            EXACT=0 if exact_at is None else exact_at.shape[2], ALL_HEADS=next_power_of_2(call.rows * heads),
             STAGES=tile.stages, num_warps=tile.warps, **shared,
             **({} if tile.registers is None else {"maxnreg": tile.registers}),
         )  # fmt: skip

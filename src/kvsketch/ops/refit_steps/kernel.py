@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES
 from kvsketch.ops.refit_steps import TINY as SMALLEST
 from kvsketch.ops.refit_steps import Conjugate, Descent
@@ -43,14 +44,14 @@ def weight_steps(descent: Descent, speeds: Sequence[float]) -> None:
 def _weight_step(descent: Descent, speed: float) -> None:
     gram, wanted, rate, ridge, w, ahead = descent
     count, size = w.shape
-    blocks = triton.cdiv(size, ROWS)
+    blocks = cdiv(size, ROWS)
     parts = w.new_empty(count, blocks, size)
     with on(gram.device):
         part_kernel[(blocks, count)](
             gram, ahead, parts, size, gram.stride(0), gram.stride(1), ROWS=ROWS, COLUMNS=COLUMNS, STAGES=STAGES,
             num_warps=READERS,
         )  # fmt: skip
-        weight_kernel[(triton.cdiv(size, UNKNOWNS), count)](
+        weight_kernel[(cdiv(size, UNKNOWNS), count)](
             parts, wanted, rate, ridge, w, ahead, speed, size, blocks, ROWS=ROWS, UNKNOWNS=UNKNOWNS, PARTS=PARTS,
             num_warps=4,
         )  # fmt: skip
@@ -60,9 +61,9 @@ def value_step(state: Conjugate, number: int, product: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
     w, ridge, residual, scaled, lengths = state
     count, unknowns, size = residual.shape
-    columns, last = min(CHANNELS, triton.next_power_of_2(size)), number + 1 == len(scaled)
+    columns, last = min(CHANNELS, next_power_of_2(size)), number + 1 == len(scaled)
     with on(product.device):
-        value_kernel[(triton.cdiv(size, columns), count)](
+        value_kernel[(cdiv(size, columns), count)](
             w, ridge, residual, scaled[number], scaled[number if last else number + 1], lengths[number], product,
             unknowns, size, ROWS=SLOTS, COLUMNS=columns, LAST=last, num_warps=WARPS,
         )  # fmt: skip
@@ -71,10 +72,10 @@ def value_step(state: Conjugate, number: int, product: Tensor) -> None:
 def stepped_values(state: Conjugate, plain: Tensor, values: Tensor, weighed: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
     steps, count, unknowns, size = state.scaled.shape
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, ENTRIES // block)
     with on(plain.device):
-        values_kernel[(triton.cdiv(unknowns, rows), count)](
+        values_kernel[(cdiv(unknowns, rows), count)](
             state.w, state.scaled, state.lengths, plain.contiguous(), values, weighed, unknowns, size,
             STEPS=steps, ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -83,11 +84,11 @@ def stepped_values(state: Conjugate, plain: Tensor, values: Tensor, weighed: Ten
 def weighed(x: Tensor, w: Tensor, less: Tensor | None, out: Tensor) -> None:
     """See `kvsketch.ops.refit_steps`."""
     count, unknowns, size = x.shape
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     rows = max(1, ENTRIES // block)
     x = x if x.stride(2) == 1 else x.contiguous()
     with on(x.device):
-        weighed_kernel[(triton.cdiv(unknowns, rows), count)](
+        weighed_kernel[(cdiv(unknowns, rows), count)](
             x, w.contiguous(), None if less is None else less.contiguous(), out, unknowns, size, *x.stride()[:2],
             LESS=less is not None, ROWS=rows, BLOCK=block, num_warps=4,
         )  # fmt: skip
@@ -96,7 +97,7 @@ def weighed(x: Tensor, w: Tensor, less: Tensor | None, out: Tensor) -> None:
 def errors(outputs: Tensor, mass: Tensor, target: Tensor, share: Tensor) -> Tensor:
     """See `kvsketch.ops.refit_steps`."""
     count, queries, size = outputs.shape
-    block = triton.next_power_of_2(size)
+    block = next_power_of_2(size)
     result = outputs.new_empty(count)
     outputs, target = (x if x.stride(2) == 1 else x.contiguous() for x in (outputs, target))
     with on(outputs.device):

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import INF, LOG2E, NEG_INF, PTX, described_rows, dot, load_rows, load_tile
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.sums import LIMIT, add_terms, finite_or_zero
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, MAX_HEAD_SIZE, aligned, block_size, dense_last
 
@@ -59,21 +60,21 @@ def replay_scores(
     batch, query_heads, tokens, size = q.shape
     heads, sink_count, count = k.shape[1], sinks.shape[2], tokens // chunks
     rows, columns = launches or launches_for(k, count)
-    room = triton.cdiv(count, columns.moving) * columns.moving
+    room = cdiv(count, columns.moving) * columns.moving
     # Rows behind a chunk give nothing to any column.
     row_sums = torch.full((batch, query_heads, chunks, room), float("inf"), dtype=torch.float32, device=q.device)
     scores = torch.empty(batch, heads, tokens, dtype=torch.float32, device=q.device)
     constants = dict(GROUP=query_heads // heads, BLOCK_D=block_size(size), HIDDEN=hidden is not None)
     with on(q.device):
         tiles = [(again, rows.still), (q, rows.still), (k, rows.moving), (copied, rows.moving)]
-        row_sums_kernel[(triton.cdiv(count, rows.still), batch * chunks * query_heads)](
+        row_sums_kernel[(cdiv(count, rows.still), batch * chunks * query_heads)](
             *(described_rows(tensor, tile) for tensor, tile in tiles), sinks, hidden, row_sums, scale * LOG2E.value,
             count, room, chunks, bare, heads, *sinks.stride()[:3], D=sinks.shape[3],
             SINKS=sink_count, BLOCK_SINKS=min(block_size(max(1, sink_count)), MOST_SINKS),
             ROWS=rows.still, COLUMNS=rows.moving, BARE_ROWS=isinstance(bare, Tensor),
             **_resources(rows), **constants,
         )  # fmt: skip
-        column_maxima_kernel[(triton.cdiv(count, columns.still), batch * chunks * heads)](
+        column_maxima_kernel[(cdiv(count, columns.still), batch * chunks * heads)](
             described_rows(again, columns.moving), described_rows(k, columns.still), hidden, row_sums, scores,
             scale * LOG2E.value, count, chunks, heads, ROWS=columns.moving, COLUMNS=columns.still,
             **_resources(columns), **constants,

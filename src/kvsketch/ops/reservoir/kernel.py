@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import contiguous
 from kvsketch.ops.random.kernel import hash_combine
 
@@ -27,8 +28,8 @@ def reservoir(
     batch, heads, count = threshold.shape
     last = torch.full((batch, heads, reservoirs, slots), -1, dtype=torch.int32, device=threshold.device)
     if count and slots and reservoirs:
-        block = min(MAX_SLOTS, triton.next_power_of_2(slots))
-        grid = (triton.cdiv(slots, block), triton.cdiv(count, STRETCH), batch * heads)
+        block = min(MAX_SLOTS, next_power_of_2(slots))
+        grid = (cdiv(slots, block), cdiv(count, STRETCH), batch * heads)
         with on(threshold.device):
             reservoir_kernel[grid](
                 state.contiguous(), positions.contiguous(), threshold.contiguous(), contiguous(labels), last,

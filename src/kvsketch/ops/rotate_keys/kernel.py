@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import wait
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES
 
 SLOTS = 16  # of one program
@@ -67,10 +68,10 @@ def rotate_keys(keys: Tensor, index: Tensor, seen: Tensor, turns: Tensor) -> Ten
     half = turns.shape[0]
     out = torch.empty(keys.shape, dtype=keys.dtype, device=keys.device)
     with on(keys.device):
-        _rotate_keys[(batch * heads, triton.cdiv(slots, SLOTS))](
+        _rotate_keys[(batch * heads, cdiv(slots, SLOTS))](
             keys, index.contiguous(), seen, turns, out, heads, slots, size, half, *keys.stride()[:3],
-            SLOTS=SLOTS, TILE=min(256, triton.next_power_of_2(slots)), HALF=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=4,
+            SLOTS=SLOTS, TILE=min(256, next_power_of_2(slots)), HALF=next_power_of_2(half),
+            REST=next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=4,
             **early_start.launch(keys.device),
         )  # fmt: skip
     return out

@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from kvsketch.ops.common.device import on
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES
 from kvsketch.ops.rotate_keys.kernel import store_rotated
 
@@ -40,9 +41,9 @@ def rotate_queries(q: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     chunks, half = cos.shape[1:]
     out = torch.empty(q.shape, dtype=q.dtype, device=q.device)
     with on(q.device):
-        _rotate_queries[(triton.cdiv(count, TOKENS), batch * heads)](
+        _rotate_queries[(cdiv(count, TOKENS), batch * heads)](
             q, cos.contiguous(), sin.contiguous(), out, count, count // chunks, heads, chunks, half, size,
-            *q.stride()[:3], TOKENS=TOKENS, HALF=triton.next_power_of_2(half),
-            REST=triton.next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=8,
+            *q.stride()[:3], TOKENS=TOKENS, HALF=next_power_of_2(half),
+            REST=next_power_of_2(size - 2 * half) if size > 2 * half else 0, num_warps=8,
         )  # fmt: skip
     return out

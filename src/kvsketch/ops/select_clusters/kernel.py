@@ -16,6 +16,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import NEG_INF, PTX, dot, gather_tile, ordered_bits, wait
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import block_size, dense_last
 from kvsketch.ops.select_clusters import Clusters, Selection
 
@@ -38,10 +39,10 @@ def cluster_scores(q: Tensor, centroids: Tensor) -> Tensor:
     block = block_size(size)
     tile = max(16, SCORE_BYTES // (block * centroids.element_size()))
     with on(q.device):
-        score_kernel[(triton.cdiv(clusters, tile), batch * heads)](
+        score_kernel[(cdiv(clusters, tile), batch * heads)](
             q, centroids, scores, heads, clusters, *q.stride()[:2], *centroids.stride()[:3],
             GROUP=q.shape[1] // heads, D=size, BLOCK_D=block, CLUSTERS=tile,
-            BLOCK_G=max(8, triton.next_power_of_2(q.shape[1] // heads)), num_warps=4, **early_start.launch(q.device),
+            BLOCK_G=max(8, next_power_of_2(q.shape[1] // heads)), num_warps=4, **early_start.launch(q.device),
         )  # fmt: skip
     return scores
 
@@ -54,13 +55,13 @@ def select_clusters(scores: Tensor, index: Clusters, budget: int, budgets: Tenso
     taken, shifts = (torch.empty((batch, lists, clusters), **options) for _ in range(2))
     log_unread = torch.empty((batch, lists, clusters), dtype=torch.float32, device=scores.device)
     cut = torch.empty((batch, lists, 3), **options)
-    block = max(128, triton.next_power_of_2(clusters))
+    block = max(128, next_power_of_2(clusters))
     with on(scores.device):
         select_kernel[(batch * lists,)](
             scores.contiguous(), index.sizes.contiguous(), index.offsets.contiguous(),
             None if index.order is None else index.order.contiguous(), rows, taken, log_unread, cut, shifts,
             budgets, clusters, slots, budget, lists // heads, lists,
-            CLUSTERS=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(budget)),
+            CLUSTERS=block, ROWS=min(ROW_BLOCK, next_power_of_2(budget)),
             num_warps=min(16, max(4, block // 256)),
             # Programs are short of registers alone: with 64 twice as many fit on a multiprocessor.
             **({"maxnreg": 64} if block <= 4096 and PTX.value else {}), **early_start.launch(scores.device),

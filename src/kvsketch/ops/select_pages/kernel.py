@@ -11,6 +11,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits, on
 from kvsketch.ops.common.kernel import INF, NEG_INF, begin, ordered_bits
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.tensors import KERNEL_DTYPES, dense_last
 from kvsketch.ops.select_pages import Bounds, Limits, Text
 
@@ -42,9 +43,9 @@ def page_scores(q: Tensor, bounds: Bounds, text: Text) -> Tensor:
     q = dense_last(q)
     scores = torch.empty((batch, q.shape[1], pages), dtype=torch.float32, device=q.device)
     with on(q.device):
-        score_kernel[(triton.cdiv(pages, SCORE_PAGES), batch * heads)](
+        score_kernel[(cdiv(pages, SCORE_PAGES), batch * heads)](
             q, *bounds, scores, text.seen, text.padding, heads, pages, *q.stride()[:2], *bounds.low.stride()[:3],
-            GROUP=q.shape[1] // heads, PAGE=text.page, D=size, BLOCK_D=triton.next_power_of_2(size),
+            GROUP=q.shape[1] // heads, PAGE=text.page, D=size, BLOCK_D=next_power_of_2(size),
             PAGES=SCORE_PAGES, OVERLAP=device_traits(q.device).overlap, num_warps=4,
         )  # fmt: skip
     return scores
@@ -56,12 +57,12 @@ def choose_pages(scores: Tensor, text: Text, limits: Limits) -> Tensor:
     options: dict[str, Any] = {"dtype": torch.int32, "device": scores.device}
     rows = torch.empty((batch, lists, limits.most * text.page), **options)
     chosen = torch.empty((batch, lists, limits.most), **options)
-    block = max(128, triton.next_power_of_2(pages))
+    block = max(128, next_power_of_2(pages))
     overlap = device_traits(scores.device).overlap
     with on(scores.device):
         choose_kernel[(batch * lists,)](
             scores, rows, chosen, text.seen, text.padding, limits.budgets, lists, pages, limits.most, limits.least,
-            limits.budget or 0, PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, triton.next_power_of_2(rows.shape[2])),
+            limits.budget or 0, PAGE=text.page, PAGES=block, ROWS=min(ROW_BLOCK, next_power_of_2(rows.shape[2])),
             OVERLAP=overlap, num_warps=min(16, max(4, block // 256)), **({"launch_pdl": True} if overlap else {}),
         )  # fmt: skip
     return rows
@@ -71,12 +72,12 @@ def widen_pages(bounds: Bounds, keys: Tensor, text: Text, slot: Tensor | None) -
     batch, heads, _, size = bounds.low.shape
     keys = dense_last(keys)
     new = keys.shape[2] if slot is None else 1
-    touched = triton.cdiv(new - 1, text.page) + 1  # pages that so many tokens may lie in
-    rows = min(WIDEN_ROWS, triton.next_power_of_2(text.page))
+    touched = cdiv(new - 1, text.page) + 1  # pages that so many tokens may lie in
+    rows = min(WIDEN_ROWS, next_power_of_2(text.page))
     with on(keys.device):
         widen_kernel[(touched, batch * heads)](
             *bounds, keys, text.seen, text.padding, slot, heads, new, *bounds.low.stride()[:3], *keys.stride()[:3],
-            PAGE=text.page, D=size, BLOCK_D=triton.next_power_of_2(size), ROWS=rows, num_warps=4,
+            PAGE=text.page, D=size, BLOCK_D=next_power_of_2(size), ROWS=rows, num_warps=4,
         )  # fmt: skip
 
 

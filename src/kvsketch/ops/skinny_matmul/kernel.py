@@ -18,6 +18,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import Device, device_traits, on
 from kvsketch.ops.common.kernel import begin, dot
+from kvsketch.ops.common.sizes import cdiv
 
 MOST_ROWS = 64
 FEWEST_WEIGHTS = 1 << 19  # below this a launch costs more than the product
@@ -71,7 +72,7 @@ def linears(
     )
     parts = [*given, *[x] * (MOST_PARTS - len(given))]
     with on(x.device):
-        linears_kernel[(sum(triton.cdiv(n, tile.block_n) for n in outputs),)](
+        linears_kernel[(sum(cdiv(n, tile.block_n) for n in outputs),)](
             x, *weights, *[x] * extra, *parts, x if residual is None else residual,
             *results, *[x] * extra, count, size, *outputs, *[0] * extra,
             ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages,
@@ -91,7 +92,7 @@ def gated_linear(x: Tensor, gate: Tensor, up: Tensor) -> Tensor:
     tile = tile_for(count, 2 * outputs, device_traits(x.device))
     out = x.new_empty((*x.shape[:-1], outputs))
     with on(x.device):
-        gated_kernel[(triton.cdiv(2 * outputs, tile.block_n),)](
+        gated_kernel[(cdiv(2 * outputs, tile.block_n),)](
             x, gate, up, out, count, size, outputs,
             ROWS=padded(count), BLOCK_N=tile.block_n, BLOCK_K=tile.block_k, STAGES=tile.stages, AHEAD=AHEAD,
             num_warps=tile.warps, **early_start.launch(x.device),

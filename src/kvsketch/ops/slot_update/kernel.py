@@ -12,6 +12,7 @@ from kvsketch.ops.codec.kernel import levels_and_steps, store_codes
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.device import on
 from kvsketch.ops.common.kernel import begin, wait
+from kvsketch.ops.common.sizes import next_power_of_2
 from kvsketch.ops.common.tensors import dense_last
 from kvsketch.ops.slot_update import Ranking, Slots, Token
 
@@ -102,8 +103,8 @@ def _launch_plain(keys: Tensor, values: Tensor, slots: Slots, token: Token, scor
         token.slot, token.clock, token.key, token.value, token.pages,
         rows, heads, size, value_size,
         *keys.stride()[:3], *values.stride()[:3], *token.key.stride()[:2], *token.value.stride()[:2], count,
-        ROWS=triton.next_power_of_2(rows) if alone else 1, BLOCK=triton.next_power_of_2(size),
-        VALUE_BLOCK=triton.next_power_of_2(value_size), num_warps=1, **early_start.launch(keys.device),
+        ROWS=next_power_of_2(rows) if alone else 1, BLOCK=next_power_of_2(size),
+        VALUE_BLOCK=next_power_of_2(value_size), num_warps=1, **early_start.launch(keys.device),
     )  # fmt: skip
 
 
@@ -257,7 +258,7 @@ def free_lowest(slots: Slots, ranking: Ranking, next_slot: Tensor) -> None:
     index, log_den, log_num = slots
     scores, padding, seen, sinks, recent = ranking
     batch, heads, count = index.shape
-    block = min(2048, triton.next_power_of_2(count))
+    block = min(2048, next_power_of_2(count))
     with on(index.device):
         _free_lowest[(batch * heads,)](
             None if scores is None else scores.contiguous(), index, log_den, log_num, next_slot, padding, seen,

@@ -43,6 +43,7 @@ from kvsketch.ops.common.quantised import (
     value_operand,
     word_products,
 )
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.sums import add_terms, combine, no_terms, store_sums
 from kvsketch.ops.common.tensors import block_size, dense_last
 from kvsketch.ops.token_blocks import FIRST_BITS, TOKENS, Part, Reading, TokenBlocks, pieces_of
@@ -68,7 +69,7 @@ def write_tokens(blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> No
     room = 3 * max(key.codec.size, value.codec.size) ** 2 < device_traits(k.device).shared_bytes
     tile = TILE if room and count > FEW_TOKENS else SMALL_TILE
     with on(k.device):
-        write_kernel[(triton.cdiv(count, tile), blocks.shape.heads, 2)](
+        write_kernel[(cdiv(count, tile), blocks.shape.heads, 2)](
             slots, k, *_written(key), v, *_written(value),
             count, blocks.pool.stride(0), key.codec.unit, key.codec.norm, value.codec.unit, value.codec.norm,
             key.first_codec.unit, value.first_codec.unit, LARGEST_STEP, *k.stride()[:2], *v.stride()[:2],
@@ -139,9 +140,9 @@ def block_attention(q: Tensor, blocks: TokenBlocks, reading: Reading, scale: flo
     pieces = reading.pieces or pieces_of(reading.lengths, blocks.shape, table.shape[1] * TOKENS)
     words = key.codec.bits == value.codec.bits == 4 and q.dtype in HALVES and min(size, value_size) >= LEAST_WORDS
     # A query has two columns of a product of words, which has 8 at least; others have a row of 16.
-    block_m = max(4, min(16, triton.next_power_of_2(group))) if words else min(64, block_size(group))
+    block_m = max(4, min(16, next_power_of_2(group))) if words else min(64, block_size(group))
     several = words and block_m <= 8 and block_m * size <= 1024
-    row_tiles, overlap = triton.cdiv(group, block_m), device_traits(q.device).overlap
+    row_tiles, overlap = cdiv(group, block_m), device_traits(q.device).overlap
     out = torch.empty((batch, query_heads, 1, value_size), dtype=q.dtype, device=q.device)
     if not out.numel():
         return out[:, :, 0]

@@ -17,7 +17,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-import triton
 from torch import Tensor
 
 from kvsketch.ops.codec import CodedSlots
@@ -26,6 +25,7 @@ from kvsketch.ops.common.device import Device, device_traits, on
 from kvsketch.ops.common.kernel import PTX
 from kvsketch.ops.common.quantised import HALVES, beside_codes, stored
 from kvsketch.ops.common.ragged import CODED_PROGRAMS, EXACT_SLOTS, PLAIN_PROGRAMS, UNIT
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.common.sums import combine
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -185,14 +185,14 @@ def _rows_of_tile(call: Arguments) -> int:
     rows = call.q.shape[1] // call.sizes.kv_heads * call.q.shape[2]
     if _has_words(call.k, call.q.dtype):
         # A query has two columns of a product, which has 8 at least.
-        return max(4, min(16, triton.next_power_of_2(rows)))
+        return max(4, min(16, next_power_of_2(rows)))
     # Products in true float32 run outside the tensor cores and need the registers.
     much_shared = device_traits(call.q.device).shared_bytes > 160 * 1024
     return min(16 if call.q.dtype == torch.float32 else 64 if much_shared else 32, block_size(rows))
 
 
 def _row_tiles(call: Arguments, block_m: int) -> int:
-    return triton.cdiv(call.q.shape[1] // call.sizes.kv_heads * call.q.shape[2], block_m)
+    return cdiv(call.q.shape[1] // call.sizes.kv_heads * call.q.shape[2], block_m)
 
 
 def _grid(call: Arguments, launch: Plan, block_m: int) -> tuple[int, int, int]:

@@ -14,6 +14,7 @@ from torch import Tensor
 from kvsketch.ops.common import early_start
 from kvsketch.ops.common.kernel import wait
 from kvsketch.ops.common.ragged import COMBINED_PIECES, START_UNITS, UNIT, Readers
+from kvsketch.ops.common.sizes import cdiv, next_power_of_2
 from kvsketch.ops.work_list import most_of_list, tried_units
 
 ENTRIES = 256  # of a program
@@ -101,13 +102,13 @@ def fixed_work_list(capacity: Tensor, most: int, by: Readers) -> tuple[Tensor, T
     length, tried = most_of_list(heads, by.resident), tried_units(most, by, capacity.device)
     shapes = (layers, length, 5), (layers, heads + 1), (layers, heads + 1), (layers,)
     work, first, whole, sizes = (torch.empty(shape, dtype=torch.int32, device=capacity.device) for shape in shapes)
-    block = triton.next_power_of_2(heads)
+    block = next_power_of_2(heads)
     _cut[(layers,)](
         capacity, tried, first, whole, sizes, heads, length, by.lead, by.resident,
         TRIED=len(tried), UNIT=UNIT, START=START_UNITS, COMBINED=COMBINED_PIECES, BLOCK=block,
         num_warps=max(1, min(8, block // 128)), **early_start.launch(capacity.device),
     )  # fmt: skip
-    _write[(layers, triton.cdiv(length, ENTRIES))](
+    _write[(layers, cdiv(length, ENTRIES))](
         capacity, first, whole, sizes, work, heads, length, by.lead,
         STEPS=block.bit_length(), BLOCK=ENTRIES, num_warps=2, **early_start.launch(capacity.device),
     )  # fmt: skip
