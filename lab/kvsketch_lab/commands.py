@@ -26,6 +26,7 @@ EXPERIMENTS = {
     "financebench": "Questions about annual reports, read from their PDFs: FinanceBench.",
     "math": "Mathematics with long answers, compressed while they are written: MATH-500, AIME.",
     "gsm8k": "Problems with long answers, compressed while they are written: GSM8K.",
+    "long-answers": "What the full cache's own long answers cost, token by token, as they are compressed.",
     "instructions": "Whether five instructions of a system prompt survive compression.",
     "likelihood": "How likely reference summaries are: nats per token and KL.",
     "summaries": "Summaries compared with the full cache's and a reference, by ROUGE.",

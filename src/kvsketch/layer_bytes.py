@@ -94,24 +94,32 @@ class LayerBytes:
     def everything(self) -> int:
         """All tokens, and the room that a table has at its end, exact or bounded."""
         slots = grown(self.tokens)
-        # A short text is not quantised yet.
-        plain = sum(size for size, _ in self.stored) * self.itemsize
-        short = plain * self.all_heads * slots + self.once() if self.tokens < MIN_TOKENS_TO_QUANTISE else 0
-        return max(self.bounded(slots), short)
+        return max(self.bounded(slots), self.unquantised(slots))
 
-    def waiting(self, budget: int, most_waiting: int, room: int, query_heads: int, beside: int) -> int:
+    def unquantised(self, slots: int) -> int:
+        """So many slots of a text that is too short to be quantised yet; 0 of others."""
+        if self.tokens >= MIN_TOKENS_TO_QUANTISE or self.bits == (UNQUANTISED, UNQUANTISED):
+            return 0
+        return self.all_heads * slots * sum(size for size, _ in self.stored) * self.itemsize + self.once()
+
+    def waiting(self, budget: int, most_waiting: int, query_heads: int, beside: int) -> int:
         """A budget whose heads differ, and new tokens that wait beside it with queries of `query_heads` heads.
 
-        room: slots for new tokens where none are to come; beside: as in `bounded`.
+        beside: as in `bounded`. Queries have room once a token waits, slots before.
         """
         waiting = most_waiting if self.more is None else min(most_waiting, self.more)
-        waiting += MOST_ROOM if waiting else 0
-        queries = self.batch * query_heads * waiting * query_bytes(self.size)
-        behind = (waiting or room) + 1
-        slots = budget + behind
+        behind = waiting
+        if waiting < most_waiting:
+            behind += room_behind(self.tokens, waiting, most_waiting)
+        query = self.batch * query_heads * query_bytes(self.size)
+        slots = budget + behind + 1
+        held = self.bounded(slots, beside) + self.layout(slots) + (query * behind if waiting else 0)
         # Bits are chosen by the slots that layers keep; those behind are as many in every layer.
-        queries += self.all_heads * behind * self.beyond_mean
-        return self.bounded(slots, beside) + self.layout(slots) + queries
+        held += self.all_heads * (behind + 1) * self.beyond_mean
+        if short := self.unquantised(grown(min(self.tokens + waiting, MIN_TOKENS_TO_QUANTISE))):
+            # All of its tokens wait.
+            held = max(held, short + query * (MIN_TOKENS_TO_QUANTISE + ROOM))
+        return held
 
     def once(self) -> int:
         """What does not depend on the number of slots: next slot, clock, padding and prompts, centers of codes."""
@@ -180,6 +188,5 @@ class Account:
         if self.budget_percent is None:
             return model.native + model.layers * layer.everything()
         budget = max(1, layer.tokens * self.budget_percent // 100)
-        room = room_behind(layer.tokens, 0, self.most_waiting)
         queries = waiting_query_heads(layer.heads, layer.query_heads, self.bits != (UNQUANTISED, UNQUANTISED))
-        return model.native + model.layers * layer.waiting(budget, self.most_waiting, room, queries, self.beside)
+        return model.native + model.layers * layer.waiting(budget, self.most_waiting, queries, self.beside)

@@ -106,6 +106,24 @@ def test_tokens_that_wait_are_part_of_what_rehearse_promises() -> None:
     assert cache.method.budget.tokens and measured(model, cache, steps=30) <= 800_000
 
 
+@pytest.mark.parametrize("tokens", [20, 70, 200])
+@pytest.mark.parametrize(
+    "form", ["rehearse:wait=64:refit=none", "rehearse:wait=128:bits=16:refit=none", "kvzip:wait=64", "expected"]
+)
+def test_room_for_tokens_that_wait_is_no_more_than_may_wait(form: str, tokens: int) -> None:
+    model, ids = zoo.build("llama", **MODEL), zoo.tokens(1, tokens + 200)
+    cache = CompressedCache(model, f"{form}:budget=40")
+    prefill(model, ids[:, :tokens], cache)
+    near = 0.0
+    with torch.no_grad():
+        for more in range(1, 200):
+            model(ids[:, tokens + more - 1 : tokens + more], past_key_values=cache)
+            promised = sizes_of(model, tokens).bytes(cache.method, more=more)
+            assert promised is not None and cache.device_bytes <= promised, more
+            near = max(near, cache.device_bytes / promised)
+    assert near > 0.85
+
+
 def test_few_tokens_are_promised_as_they_are_before_they_are_coded() -> None:
     model = zoo.build("llama", **MODEL)
     cache = CompressedCache(model, "full:bits=4", memory="1MB", context=63)

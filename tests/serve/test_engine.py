@@ -438,6 +438,19 @@ def test_rows_move_together_where_no_stretch_is_long_enough() -> None:
         assert tokens == answer_alone(method, prompt(length, length), len(tokens), cache), f"prompt of {length}"
 
 
+@pytest.mark.parametrize("method", ["rehearse:wait=64:refit=none", "kvzip:wait=64", "expected", "rehearse:budget=40"])
+def test_a_row_takes_the_slots_that_are_counted_for_it(method: str) -> None:
+    shared = shared_rows.SharedRows(model(), method, rows=2, longest=400)
+    cache, draw = CompressedCache(model(), method), Draw(1, shared.device, shared.logits.shape[1])
+    token = draw.choose(kvsketch.prefill(model(), torch.tensor([prompt(0, 100)]), cache), Draw.GREEDY)
+    assert shared.join(0, cache, token, draw) == ""
+    store: Any = shared.store
+    assert store.rows[0].size == shared.slots_for(100)
+    for tokens in range(101, 240):
+        shared.step(1, Draw.GREEDY)
+        assert shared.slots_for(store.rows[0].settled) == store.rows[0].size <= shared.slots_for(tokens)
+
+
 @pytest.mark.filterwarnings("ignore:tokens_seen")
 def test_a_store_for_few_long_rows_takes_more_short_ones(start: Any) -> None:
     method = "rehearse:budget=100%:sinks=2:recent=4:chunk=64"

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,18 @@ def numbers(answer: str, count: int) -> list[float]:
     return [float(number.replace(",", "")) for number in result]
 
 
+def read_problems(path: Path, prompts: int, problems: int) -> list[dict[str, str]]:
+    """The first problems of a file, enough for so many prompts, or for as many as it has."""
+    rows = json_lines(path, "name grade_school_math/data/test.jsonl")
+    return rows[: min(prompts, len(rows) // problems) * problems]
+
+
+def text_of(rows: Sequence[dict[str, str]]) -> str:
+    """The prompt that asks for these problems, one after another."""
+    asked = [f"Problem {at}: {row['question']}" for at, row in enumerate(rows, 1)] if len(rows) > 1 else []
+    return (MANY if asked else ONE) + "\n\n".join(asked or [rows[0]["question"]])
+
+
 @dataclass
 class Gsm8kOptions(QuestionOptions):
     data: str = option("", "GSM8K's test.jsonl")
@@ -53,9 +65,7 @@ class Gsm8k(QuestionExperiment):
 
     @functools.cached_property
     def file_rows(self) -> list[dict[str, str]]:
-        path, count = Path(self.options.data), self.options.problems
-        rows = json_lines(path, "name grade_school_math/data/test.jsonl")
-        return rows[: min(self.options.texts, len(rows) // count) * count]
+        return read_problems(Path(self.options.data), self.options.texts, self.options.problems)
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
@@ -75,8 +85,7 @@ class Gsm8k(QuestionExperiment):
     def ask(self, cell: Cell) -> Question:
         count, number = self.options.problems, int(cell.parts["prompt"])
         rows = self.file_rows[number * count : (number + 1) * count]
-        asked = [f"Problem {at}: {row['question']}" if count > 1 else row["question"] for at, row in enumerate(rows, 1)]
-        text = (MANY if count > 1 else ONE) + "\n\n".join(asked)
+        text = text_of(rows)
         expected = [float(row["answer"].rpartition("####")[2].replace(",", "")) for row in rows]
         ids = encode_chat(self.tokenizer, text)["input_ids"][0].tolist()
         return Question(tuple(ids), 0, expected, {"text_sha256": text_sha256(text)})

@@ -9,8 +9,8 @@
                   drawn.py: which are drawn again
     canvas.py     what figures share; palette.py: colours and markers of methods
     docs.py       the pages of docs/: templates/ ask it for numbers and tables. What is more than a few columns:
-                  agents.py, benchmarks.py, bfcl.py, bits.py, doubt.py, equal_bytes.py, evidence.py, facts.py, ranking.py,
-                  recall.py, streams.py, vllm.py, vllm_answers.py
+                  agents.py, benchmarks.py, bfcl.py, bits.py, doubt.py, equal_bytes.py, evidence.py, facts.py,
+                  long_answers.py, ranking.py, recall.py, streams.py, vllm.py, vllm_answers.py
     outside.py    records that others made
     papers.py     claims and verdicts; recommend.py: the table behind `kvsketch recommend`
 

@@ -44,6 +44,7 @@ from kvsketch_lab.report import (
     evidence_picture,
     facts,
     figures,
+    long_answers,
     palette,
     papers,
     ranking,
@@ -278,8 +279,8 @@ class Numbers:
             lstrip_blocks=True,
         )
         tables = (
-            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, facts, papers, ranking, recall, streams, vllm,
-            vllm_answers,
+            agents, benchmarks, bfcl, bits, doubt, equal_bytes, evidence, facts, long_answers, papers, ranking, recall,
+            streams, vllm, vllm_answers,
         )  # fmt: skip
         result.globals |= {module.__name__.rpartition(".")[2]: module for module in tables}
         result.globals |= {"n": self, "big": BIG, "sizes": self.sizes}

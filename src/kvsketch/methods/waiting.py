@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.layer_bytes import MOST_ROOM, query_bytes, room_behind, waiting_query_heads
+from kvsketch.layer_bytes import query_bytes, room_behind, waiting_query_heads
 from kvsketch.methods.allocation import MODEL, SHARES, winners
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.bits import settle_bits
@@ -422,13 +422,11 @@ class WaitingMethod(BudgetedMethod):
 
     def most_slots(self, table: SlotTable, longest: int) -> int:
         budget = super().most_slots(table, longest)
-        return max(budget, self.sinks + self.recent_size.of(budget)) + self.most_waiting + MOST_ROOM
+        return max(budget, self.sinks + self.recent_size.of(budget) + 1) + self.most_waiting
 
     def stored_bytes(self, shape: LayerShape) -> int | None:
-        room, query_heads = self.room_behind(shape.tokens), self.kept_heads(shape.heads, shape.query_heads)
-        return shape.waiting(
-            self.budget_tokens(shape.table), self.most_waiting, room, query_heads, bytes_beside(Waiting)
-        )
+        query_heads = self.kept_heads(shape.heads, shape.query_heads)
+        return shape.waiting(self.budget_tokens(shape.table), self.most_waiting, query_heads, bytes_beside(Waiting))
 
 
 def settle_slots(table: SlotTable, stays: Tensor, layout: Layout, weights: Tensor | None) -> None:
