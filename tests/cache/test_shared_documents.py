@@ -15,6 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.cache.document import attention_to, joined
+from kvsketch.slots import coding
 from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import also, generate
@@ -238,7 +239,7 @@ def test_a_tail_of_few_tokens_has_the_center_of_its_document(bits: int) -> None:
     kvsketch.prefill(model, zoo.tokens(2, 3, seed=5), cache)
     for layer in cache.slot_layers:
         table, text = layer.table, layer.table.document
-        assert text is not None and not table.waits_for_codes
+        assert text is not None and not coding.waits(table)
         if bits == 4:
             assert not table.exact and (table.keys.exact_at == -1).all()
             assert torch.equal(table.keys.center, text.keys.center.expand(2, -1, -1))

@@ -24,8 +24,8 @@ from kvsketch.cache.forward import Forward
 from kvsketch.methods.base import Method
 from kvsketch.methods.bits import note_rounding, settle_bits
 from kvsketch.ops.codec import CodedSlots
+from kvsketch.slots import coding, short_rows
 from kvsketch.slots import padding as left_padding
-from kvsketch.slots import short_rows
 from kvsketch.slots.codes import AUTO
 from kvsketch.slots.coding import require_finite
 from kvsketch.slots.layout import Layout
@@ -215,7 +215,7 @@ class SlotLayer(CacheLayerMixin):
             if table.exact:
                 note_rounding(table, queries)
             self.method.compress(table, queries)
-            if table.exact and table.context.bits and not table.waits_for_codes:
+            if table.exact and table.context.bits and not coding.waits(table):
                 # Codes need the table's bounded form, whether something had to go or not.
                 self.method.bound(table, table.seen + max(64, table.seen // 64))
             if self.forward.chunk is not None and table.padding is not None:

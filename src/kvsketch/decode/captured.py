@@ -31,7 +31,7 @@ from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode import fused as fusion
 from kvsketch.decode.sampling import Sampler, Seeded, unsupported
 from kvsketch.ops.common import early_start
-from kvsketch.slots import in_place, short_rows
+from kvsketch.slots import coding, in_place, short_rows
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.bytes import host_tensors
 from kvsketch.slots.heads import spread_over
@@ -335,7 +335,7 @@ class Step:
         """Slots for all tokens to come, so that a step is recorded once."""
         with plain():
             for layer in self.layers:
-                if not layer.table.waits_for_codes:
+                if not coding.waits(layer.table):
                     layer.method.make_room(layer.table, self.max_length)
 
     def run(self) -> None:

@@ -31,7 +31,7 @@ from kvsketch.methods.base import BudgetedMethod, Method
 from kvsketch.methods.capabilities import SUPPORTED, Support, no
 from kvsketch.methods.replay import sink_keys
 from kvsketch.methods.waiting import WaitingMethod
-from kvsketch.slots import packing
+from kvsketch.slots import coding, packing
 from kvsketch.slots import rows as table_rows
 from kvsketch.slots.codes import MIN_TOKENS_TO_QUANTISE, PlainSlots
 from kvsketch.slots.documents import DocumentRows, LaidDocument
@@ -237,7 +237,7 @@ class SharedRows:
 
     def ready(self, cache: CompressedCache) -> bool:
         """Whether the row of a cache can join as it is: codes need some tokens to find their center."""
-        return not cache.slot_layers[0].table.waits_for_codes
+        return not coding.waits(cache.slot_layers[0].table)
 
     def join(
         self, row: int, cache: CompressedCache, token: Tensor, draw: Draw, document: CompressedCache | None = None

@@ -34,7 +34,7 @@ QUERIES, ROWS = 64, 4  # of a prompt, and of a batch, that are looked at
 
 def note_rounding(table: SlotTable, queries: Tensor) -> None:
     """Notes what rounding its keys costs the queries [B, Hq, n, D] just asked, before the table is coded."""
-    if not table.stored_bits.auto or not table.exact or table.waits_for_codes or table.forward.rounding is not None:
+    if not table.stored_bits.auto or not table.exact or coding.waits(table) or table.forward.rounding is not None:
         return
     pads = left_padding.of_rows(table.padding, len(queries))
     # Rows that are too short for codes are exact.

@@ -379,7 +379,7 @@ class WaitingMethod(BudgetedMethod):
         """A text that was too short to be decided takes its fixed shape when it is long enough for codes."""
         state, queue = table.state_of(Waiting), self.queue(table)
         under_way = state.again is not None or state.owed > 0
-        if under_way or state.queries is None or table.waits_for_codes:
+        if under_way or state.queries is None or coding.waits(table):
             return
         room = queue.ahead(queue.count)
         state.queries = lengthened(state.queries, queue.count + room)

@@ -55,6 +55,7 @@ from kvsketch.serve.schedule import Run, Schedule
 from kvsketch.serve.summary import FullCache
 from kvsketch.serve.tokens import Tokens, guide_rows
 from kvsketch.serve.unbatched import UnbatchedSteps
+from kvsketch.slots import coding
 from kvsketch.slots.codes import NotFinite
 from kvsketch.slots.pauses import letting
 
@@ -430,7 +431,7 @@ class BatchedEngine:
                 if run.row is None:
                     guide_rows([run], self._on_the_way, run.draw)
                     # A row that is too short for codes joins before its step is recorded, and is fused until then.
-                    short = run.cache.slot_layers[0].table.waits_for_codes
+                    short = coding.waits(run.cache.slot_layers[0].table)
                     capture = not self.batched or short or self._caches.differ(run.cache)
                     tokens = self._unbatched.take(run, capture)
                     self._counts.steps += 1

@@ -22,6 +22,12 @@ def use_bits(table: SlotTable, bits: QuantBits) -> None:
     table.context = replace(table.context, bits=bits)
 
 
+def waits(table: SlotTable) -> bool:
+    """Whether a table is to be quantised, and has too few tokens for a center."""
+    has_center = table.document is not None and not table.document.exact
+    return table.exact and bool(table.context.bits) and table.seen < codes.MIN_TOKENS_TO_QUANTISE and not has_center
+
+
 def code(table: SlotTable, *what: str) -> None:
     """Holds keys or values, else both, in as many bits as they are to have: a method sees what will be read."""
     for name in what or VECTORS:

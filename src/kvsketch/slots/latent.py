@@ -45,7 +45,7 @@ class LatentTable(SlotTable):
 
     def read(self) -> StoredSlots:
         if reads_codes(self):
-            self.note_reach()
+            self.context.positions.note(self)
             latents, rotary = _coded(self)
             keys = torch.cat([rotary.rotated(), latents.rotated()], -1)
         else:

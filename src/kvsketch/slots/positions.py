@@ -14,11 +14,15 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.rotate_keys import whole_turns
+
+if TYPE_CHECKING:
+    from kvsketch.slots.table import SlotTable
 
 TEXT, CACHE = POSITIONS = ("text", "cache")
 
@@ -43,16 +47,19 @@ class Positions:
             return keys
         return ops.rotate_keys(keys, index, clock, turns)
 
-    def note(self, seen: int, held: int, coming: int) -> None:
+    def note(self, table: SlotTable, coming: int = 0) -> None:
         """Warns once when a token is farther from a query than the model was trained on; never synchronises.
 
-        `held` slots are read after `seen` tokens, beside `coming` new tokens that are not in the table yet.
+        `coming` new tokens are not in the table yet.
         """
         if self.warned or self.trained is None:
             return
         if not self.rotated_by:
-            reach, what = seen + coming, f"tokens_seen={seen + coming:,} passes"
+            reach = table.before + table.seen + coming
+            what = f"tokens_seen={reach:,} passes"
         else:
+            # A bounded table keeps one slot free for a single token to come.
+            held = table.length - (coming > 0 and not table.exact)
             reach = held + coming
             what = f"positions=cache reads {held:,} slots and {coming:,} new tokens together, beyond"
         if reach > self.trained:

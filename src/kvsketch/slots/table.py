@@ -178,12 +178,6 @@ class SlotTable:
         return QuantBits(self.chosen_bits, bits.values) if bits.auto else bits
 
     @property
-    def waits_for_codes(self) -> bool:
-        """Whether it is to be quantised, and has too few tokens for a center."""
-        has_center = self.document is not None and not self.document.exact
-        return self.exact and bool(self.context.bits) and self.seen < codes.MIN_TOKENS_TO_QUANTISE and not has_center
-
-    @property
     def in_place(self) -> bool:
         """True when this forward wrote one token into a bounded table: compress must then work in place."""
         return not self.exact and self.forward.appended == 1
@@ -320,21 +314,11 @@ class SlotTable:
         seen = self.seen_on_device().view(1, 1, 1).expand(self.shape[0], 1, 1)
         return left_padding.positions(self.padding, seen)
 
-    def note_reach(self, coming: int = 0) -> None:
-        """Warns once when `coming` new tokens would be farther from a slot than the model knows."""
-        positions = self.context.positions
-        if positions.warned or positions.trained is None:
-            return
-        # A bounded table keeps one slot free for a single token to come.
-        seen, held = self.before + self.seen, self.length - (coming > 0 and not self.exact)
-        if (held if positions.rotated_by else seen) + coming > positions.trained:
-            positions.note(seen, held, coming)
-
     # what attention reads
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
-        self.note_reach(coming)
+        self.context.positions.note(self, coming)
         keys, positions = self.key_slots(), self.context.positions
         return positions.rotated(keys, self.stored_index(), self.clock) if positions.rotated_by else keys
 
@@ -345,7 +329,7 @@ class SlotTable:
         as_vectors = not flat_or_coded or (self.padding is not None and short_rows.are_there(self))
         if not self.in_place or self.context.positions.rotated_by or as_vectors:
             return StoredSlots(self.read_keys(), self.value_slots(), *self.log_weights())
-        self.note_reach()
+        self.context.positions.note(self)
         return self.as_stored()
 
     def as_stored(self) -> StoredSlots:

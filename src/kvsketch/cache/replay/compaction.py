@@ -15,6 +15,7 @@ from kvsketch.methods.budget import Size
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.compacting import TokenRange, undecided
 from kvsketch.methods.replay import Piece
+from kvsketch.slots import coding
 from kvsketch.slots.tensors import plain
 
 if TYPE_CHECKING:
@@ -61,7 +62,7 @@ def _repeated(
         )
     layers, tokens = cache.slot_layers, 0
     tables = [layer.table for layer in layers]
-    while not tables[0].waits_for_codes:
+    while not coding.waits(tables[0]):
         with plain(), changing(layers):
             rest = undecided(tables, ranges)
         if not rest:

@@ -18,6 +18,7 @@ from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.rehearse.refit import queries_of
 from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, equal_chunks, pieces_of
 from kvsketch.methods.replay_map import ReplayMap
+from kvsketch.slots import coding
 from kvsketch.slots.bytes import LayerShape
 from kvsketch.slots.codes import FEW
 from kvsketch.slots.table import SlotTable
@@ -201,7 +202,7 @@ class Rehearse(ReplayedMethod):
     def compact(self, tables: Sequence[SlotTable], ranges: Sequence[TokenRange]) -> None:
         """Rehearses stretches of the tokens that wait, each to a size of its own (`compacting`)."""
         # A text that is too short for codes waits for more of it.
-        if tables[0].waits_for_codes or not (rest := undecided(tables, ranges)):
+        if coding.waits(tables[0]) or not (rest := undecided(tables, ranges)):
             return
         count, behind = rest[-1].end - rest[0].begin, tables[0].seen - rest[-1].end
         lengths = [length for each in rest for length in equal_chunks(each.end - each.begin, self.chunk)]
