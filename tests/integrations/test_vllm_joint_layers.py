@@ -13,8 +13,8 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.integrations.vllm.joint_layers import NOBODY, JointLayers
 from kvsketch.integrations.vllm.settings import servable
-from kvsketch.methods import parse_method, rehearse
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import parse_method
+from kvsketch.methods.rehearse import Rehearse, rebuild
 from kvsketch.ops.common import dispatch
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.table import SlotTable
@@ -258,13 +258,13 @@ def test_prompts_of_whole_chunks_and_others_are_tried_before_the_first_request(
 ) -> None:
     """Their refits are different programs on a GPU, where the first request would wait for them to be compiled."""
     served, kinds = Served("rehearse:budget=40:wait=64:recent=8:chunk=64"), []
-    refit_layers = rehearse.refit_layers
+    refit_layers = rebuild.refit_layers
 
     def noted(layers: Any, *given: Any) -> Any:
         kinds.append({bool(layer.marks[1].all()) for layer in layers} == {True})
         return refit_layers(layers, *given)
 
-    monkeypatch.setattr(rehearse, "refit_layers", noted)
+    monkeypatch.setattr(rebuild, "refit_layers", noted)
     served.joint.begin(None)
     news = served.tokens(count)
     for layer in range(LAYERS):

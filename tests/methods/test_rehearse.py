@@ -22,7 +22,7 @@ from kvsketch.methods.replay import Replay, first_keys, sampled
 from kvsketch.ops.rotate_keys import whole_turns
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import SlotTable, slots_in_order
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 
@@ -427,7 +427,7 @@ def test_a_short_turn_adds_little_to_a_document(model: Any) -> None:
 def scores(cache: Any) -> Tensor:
     """Replay scores [L, B, H, n] of a cache that keeps all tokens, in the order of the text."""
     tables = [layer.table for layer in cache.slot_layers]
-    return torch.stack([t.layout.unpacked(t.state.score).gather(2, t.order_slots()[..., -t.seen :]) for t in tables])
+    return torch.stack([t.layout.unpacked(t.state.score).gather(2, slots_in_order(t)[..., -t.seen :]) for t in tables])
 
 
 @pytest.mark.parametrize(

@@ -36,7 +36,7 @@ from kvsketch.slots.layout import Layout
 from kvsketch.slots.padding import most_of
 from kvsketch.slots.rows import RowNeeds
 from kvsketch.slots.state import Range, TableState, number, on_host, per_row, per_slot
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots.table import SlotTable, slots_in_order
 from kvsketch.slots.tensors import fetching, gather_slots, uploaded
 
 NEG_INF = float("-inf")
@@ -475,7 +475,7 @@ def newest_slots(table: SlotTable, count: int, behind: int = 0) -> Tensor:  # [B
         number = torch.arange(new - behind - count, new - behind, device=table.device)  # among the new ones
         return torch.where(number < 0, table.next_slot, table.length - new) + number
     # Left padding has negative numbers in `index_slots`; the newest tokens are told by their own.
-    order = table.order_slots()
+    order = slots_in_order(table)
     return order[:, :, order.shape[2] - behind - count : order.shape[2] - behind]
 
 

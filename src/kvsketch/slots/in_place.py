@@ -98,7 +98,7 @@ def count_replayed(table: SlotTable) -> None:
     """The host's part of a decode step that the device replayed from a graph."""
     table.seen += 1
     table.forward.appended = table.new_tokens = 1
-    table.context.positions.note(table)
+    table.note_reach()
 
 
 def count_recorded(table: SlotTable) -> None:

@@ -45,7 +45,7 @@ class LatentTable(SlotTable):
 
     def read(self) -> StoredSlots:
         if reads_codes(self):
-            self.context.positions.note(self)
+            self.note_reach()
             latents, rotary = _coded(self)
             keys = torch.cat([rotary.rotated(), latents.rotated()], -1)
         else:

@@ -14,15 +14,11 @@ from __future__ import annotations
 
 import warnings
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.ops.rotate_keys import whole_turns
-
-if TYPE_CHECKING:
-    from kvsketch.slots.table import SlotTable
 
 TEXT, CACHE = POSITIONS = ("text", "cache")
 
@@ -47,19 +43,16 @@ class Positions:
             return keys
         return ops.rotate_keys(keys, index, clock, turns)
 
-    def note(self, table: SlotTable, coming: int = 0) -> None:
+    def note(self, seen: int, held: int, coming: int) -> None:
         """Warns once when a token is farther from a query than the model was trained on; never synchronises.
 
-        `coming` new tokens are not in the table yet.
+        `held` slots are read after `seen` tokens, beside `coming` new tokens that are not in the table yet.
         """
         if self.warned or self.trained is None:
             return
         if not self.rotated_by:
-            reach = table.before + table.seen + coming
-            what = f"tokens_seen={reach:,} passes"
+            reach, what = seen + coming, f"tokens_seen={seen + coming:,} passes"
         else:
-            # A bounded table keeps one slot free for a single token to come.
-            held = table.length - (coming > 0 and not table.exact)
             reach = held + coming
             what = f"positions=cache reads {held:,} slots and {coming:,} new tokens together, beyond"
         if reach > self.trained:

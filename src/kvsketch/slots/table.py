@@ -291,13 +291,6 @@ class SlotTable:
             return index
         return torch.where(left_padding.positions(self.padding, index) >= 0, index, index.clamp_max(-1))
 
-    def order_slots(self) -> Tensor:  # [B, H, S] int64
-        """The slots in the order of their tokens; left padding counts, empty slots come first."""
-        held = self.stored_index()
-        if held is None:
-            return torch.arange(self.length, device=self.device).expand(self.shape)
-        return held.argsort(dim=-1, stable=True)
-
     def position_slots(self) -> Tensor:  # [B, H, S] int64
         """Position of each slot's token among the real tokens of its row; negative for an empty slot."""
         index = self.index_slots()
@@ -314,11 +307,21 @@ class SlotTable:
         seen = self.seen_on_device().view(1, 1, 1).expand(self.shape[0], 1, 1)
         return left_padding.positions(self.padding, seen)
 
+    def note_reach(self, coming: int = 0) -> None:
+        """Warns once when `coming` new tokens would be farther from a slot than the model knows."""
+        positions = self.context.positions
+        if positions.warned or positions.trained is None:
+            return
+        # A bounded table keeps one slot free for a single token to come.
+        seen, held = self.before + self.seen, self.length - (coming > 0 and not self.exact)
+        if (held if positions.rotated_by else seen) + coming > positions.trained:
+            positions.note(seen, held, coming)
+
     # what attention reads
 
     def read_keys(self, coming: int = 0) -> Tensor:  # [B, H, S, D]
         """The keys as attention reads them (`positions`), beside `coming` new tokens that are not appended yet."""
-        self.context.positions.note(self, coming)
+        self.note_reach(coming)
         keys, positions = self.key_slots(), self.context.positions
         return positions.rotated(keys, self.stored_index(), self.clock) if positions.rotated_by else keys
 
@@ -329,7 +332,7 @@ class SlotTable:
         as_vectors = not flat_or_coded or (self.padding is not None and short_rows.are_there(self))
         if not self.in_place or self.context.positions.rotated_by or as_vectors:
             return StoredSlots(self.read_keys(), self.value_slots(), *self.log_weights())
-        self.context.positions.note(self)
+        self.note_reach()
         return self.as_stored()
 
     def as_stored(self) -> StoredSlots:
@@ -416,7 +419,7 @@ class SlotTable:
         unpack(self)
         rank = stays.cumsum(-1)
         if not self.exact and not self.stacked:
-            order = self.order_slots()
+            order = slots_in_order(self)
             rank = torch.empty_like(order).scatter_(2, order, stays.gather(2, order).cumsum(-1))
         to = torch.where(stays, rank - 1, -1)
         # Each slot says where it goes; one place more takes those that go nowhere.
@@ -512,6 +515,14 @@ def stored_vectors(table: SlotTable) -> tuple[Tensor, Tensor]:
     """What is stored of keys and of values, decoded; of latents these are not what a model calls so (`latent`)."""
     keys, values = (slots.plain()[:, :, : table.length] for slots in table.equal_slots())
     return keys, values
+
+
+def slots_in_order(table: SlotTable) -> Tensor:  # [B, H, S] int64
+    """The slots in the order of their tokens; left padding counts, empty slots come first."""
+    held = table.stored_index()
+    if held is None:
+        return torch.arange(table.length, device=table.device).expand(table.shape)
+    return held.argsort(dim=-1, stable=True)
 
 
 def most_room(tokens: int) -> int:
