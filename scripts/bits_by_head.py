@@ -24,14 +24,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch.methods import Rehearse
 from kvsketch.methods.parameters import option
-from kvsketch.methods.rehearse import FOLD, Rehearse
+from kvsketch.methods.rehearse import FOLD
 from kvsketch.methods.rehearse.problems import Changes, LayerProblems
 from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.waiting import NEG_INF, Waiting, newest_keys, newest_slots, newest_values
+from kvsketch.slots import SlotTable
 from kvsketch.slots.codes import PlainSlots, coded
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.table import SlotTable
 
 KINDS = (8, 4, 3, 2)
 BESIDE = 16  # bytes of a slot: two steps, its number, its weight and its score

@@ -25,15 +25,15 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch.methods import Rehearse
 from kvsketch.methods.allocation import largest
 from kvsketch.methods.parameters import option
-from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import LayerProblems
 from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.rehearse.refit import HELD_BACK, RIDGES, WEIGHT_STEPS, Slots, fitted_weights, refit
 from kvsketch.methods.waiting import ALWAYS, NEG_INF, Waiting, newest_keys, newest_slots, newest_values
+from kvsketch.slots import SlotTable
 from kvsketch.slots.codes import PlainSlots
-from kvsketch.slots.table import SlotTable
 
 SEGMENT, ROUNDS = 128, 2
 SIZES = (1 / 4, 1 / 2, 1.0, 2.0, 4.0)  # of what a head keeps by scores

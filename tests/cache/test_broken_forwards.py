@@ -16,7 +16,7 @@ from kvsketch import CompressedCache
 from kvsketch.cache import interrupted
 from kvsketch.cache.layer import SlotLayer
 from kvsketch.decode.captured import Step
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import with_budget
 

@@ -15,13 +15,11 @@ from kvsketch import CompressedCache
 from kvsketch.cache import memory
 from kvsketch.cache.replay import fitting
 from kvsketch.integrations.vllm import settings
-from kvsketch.methods import parse_method
+from kvsketch.methods import Rehearse, parse_method
 from kvsketch.methods.bits import WORTH, dearest, note_rounding
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.slots import LayerContext, SlotTable
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.codes import FEW, MANY, QuantBits, SlotCodes, coded
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import padded, read_pieces, thinned
 

@@ -13,8 +13,7 @@ from transformers import DynamicCache
 
 import kvsketch
 from kvsketch import CompressedCache
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import FED, generate, held, padded, require_angles, thinned, with_budget
 

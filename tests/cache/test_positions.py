@@ -24,8 +24,7 @@ from kvsketch.cache import rotary
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.methods import H2O, supporting
 from kvsketch.ops.rotate_keys import reference
-from kvsketch.slots import in_place
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable, in_place
 from tests.cache.test_oracle import BUDGET, SCHEDULES, SINKS, step_by_step
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, with_budget

@@ -12,9 +12,9 @@ from safetensors.torch import load_file
 
 from kvsketch import CompressedCache
 from kvsketch.cache.saving import sealed_file
+from kvsketch.slots import SlotTable
 from kvsketch.slots.checks import require_ranges, require_shapes
 from kvsketch.slots.codes import coded
-from kvsketch.slots.table import SlotTable
 from tests.cache.test_saving import RECALL, VARIANTS, read, step
 from tests.helpers import zoo
 from tests.helpers.common import padded, thinned

@@ -15,8 +15,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, AutoModelFo
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.cache.document import attention_to, joined
-from kvsketch.slots import coding
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable, coding
 from tests.helpers import zoo
 from tests.helpers.common import also, generate
 from tests.helpers.tiny import save_tiny_model

@@ -14,7 +14,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.cache.layer import LayerView
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import also, generate, padded, with_budget
 

@@ -16,7 +16,7 @@ from kvsketch import CompressedCache
 from kvsketch.cache import attention, masks
 from kvsketch.cache.chunks import chunk_spans
 from kvsketch.cache.layer import SlotLayer
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 from tests.cache.test_oracle import oracle
 from tests.helpers import zoo
 from tests.helpers.common import FED, bounded, generate, padded, thinned, with_budget

@@ -35,7 +35,7 @@ from kvsketch.cli.serve import greeting
 from kvsketch.compare import doubt
 from kvsketch.compiler import Programs, programs
 from kvsketch.doubt_threshold import Told, chosen
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import Rehearse
 from kvsketch.serve.summary import full_cache_bytes
 from tests.helpers import zoo
 from tests.helpers.tiny import save_tiny_model

@@ -13,7 +13,7 @@ from kvsketch.integrations.vllm.paged import PagedLayer
 from kvsketch.integrations.vllm.settings import BLOCK_SIZES, block_codecs, chosen_full, chosen_method
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.ops.token_blocks import TOKENS, BlockShape
-from kvsketch.slots.context import LayerContext
+from kvsketch.slots import LayerContext
 from kvsketch.slots.pages import RequestShape
 
 PAGE = " ".join((Path(__file__).parents[2] / "docs" / "vllm.md").read_text(encoding="utf-8").split())

@@ -13,8 +13,7 @@ from kvsketch import ops
 from kvsketch.methods import parse_method
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.models import texts
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from kvsketch_lab import records
 from kvsketch_lab.evaluation import attention_protocol, recall, selections
 from kvsketch_lab.evaluation.attention_protocol import Captured

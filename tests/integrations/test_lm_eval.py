@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from kvsketch import models
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache, models
 from tests.helpers.tiny import save_tiny_model
 
 pytest.importorskip("lm_eval")

@@ -17,11 +17,10 @@ from kvsketch.integrations.vllm.document_pool import DocumentPool
 from kvsketch.integrations.vllm.files import Filed, listed, path_of
 from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.settings import servable
-from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import Rehearse, parse_method
 from kvsketch.ops import rotate_queries
 from kvsketch.ops.rotate_keys import whole_turns
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 from tests.integrations.test_vllm_joint_layers import GROUP, HEADS, LAYERS, SCALE, SIZE, kept, places
 
 DOCUMENT = 100  # tokens

@@ -13,11 +13,10 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.integrations.vllm.joint_layers import NOBODY, JointLayers
 from kvsketch.integrations.vllm.settings import servable
-from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import Rehearse, rebuild
+from kvsketch.methods import Rehearse, parse_method
+from kvsketch.methods.rehearse import rebuild
 from kvsketch.ops.common import dispatch
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.ops.formula import needs_triton
 
 LAYERS, HEADS, GROUP, SIZE = 2, 2, 2, 16

@@ -15,11 +15,9 @@ from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
 from kvsketch.methods.received import Scores
 from kvsketch.ops.common import dispatch
-from kvsketch.slots import rollback
+from kvsketch.slots import LayerContext, SlotTable, rollback
 from kvsketch.slots.codes import QuantBits, SlotCodes
-from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import Pages
-from kvsketch.slots.table import SlotTable
 from tests.helpers.common import also
 from tests.ops.formula import needs_triton
 

@@ -38,8 +38,7 @@ from kvsketch.integrations.vllm.settings import (
     refuse_share,
     refuse_windows,
 )
-from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import Rehearse, parse_method
 from kvsketch.methods.replay_map import ReplayMap
 
 

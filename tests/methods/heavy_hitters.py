@@ -8,12 +8,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from kvsketch.methods.h2o import H2O
-from kvsketch.methods.keyformer import Keyformer
+from kvsketch.methods import H2O, Keyformer
 from kvsketch.ops.attention_mass import Noise, reference
 from kvsketch.ops.random import gumbel
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 
 
 @dataclass

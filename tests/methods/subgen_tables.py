@@ -8,7 +8,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import ops
 from kvsketch.methods import SubGen
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 SIZE = 16

@@ -10,11 +10,10 @@ import torch
 
 import kvsketch
 from kvsketch import CompressedCache
+from kvsketch.methods import H2O
 from kvsketch.methods.allocation import capacities, claim, largest, mixed
-from kvsketch.methods.h2o import H2O
 from kvsketch.methods.received import Scores
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces, with_budget
 

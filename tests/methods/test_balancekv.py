@@ -14,9 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Uniform, parse_method
 from kvsketch.methods.balancekv.blocks import _strict_half, _weighted_half
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.parts import NEG_INF
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import NEG_INF, LayerContext, SlotTable
 from tests.helpers.common import also
 
 LN2 = math.log(2.0)

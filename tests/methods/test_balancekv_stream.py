@@ -13,9 +13,7 @@ from torch import Tensor
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import BalanceKV, parse_method
 from kvsketch.methods.balancekv.stream import ZERO_VALUE, first_batch, shares
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.parts import NEG_INF
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import NEG_INF, LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import also, generate, padded
 

@@ -13,8 +13,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.budget import Size
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
 

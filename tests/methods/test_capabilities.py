@@ -15,8 +15,8 @@ from kvsketch import METHODS, CompressedCache, parse_method
 from kvsketch.byte_sizes import parsed
 from kvsketch.decode import shared
 from kvsketch.integrations.vllm.settings import chosen_full, chosen_method, keeps_all
-from kvsketch.methods import supporting, usual
-from kvsketch.methods.base import BudgetedMethod, Method
+from kvsketch.methods import Method, supporting, usual
+from kvsketch.methods.base import BudgetedMethod
 from kvsketch.methods.capabilities import MEANINGS, OPTIONS, SUPPORTED, Capabilities, Support, no
 from kvsketch.methods.replay_map import ReplayMap
 from tests.helpers import zoo

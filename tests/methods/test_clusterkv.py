@@ -14,9 +14,7 @@ import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import ClusterKV
 from kvsketch.methods.clusterkv import clusters
-from kvsketch.slots import rollback
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable, rollback
 from tests.helpers import zoo
 from tests.helpers.common import also, generate, padded, read_pieces
 

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from kvsketch import CompressedCache
-from kvsketch.methods.expected import Expected, expected_logits, moments, moved, rotated_on_average
+from kvsketch.methods import Expected
+from kvsketch.methods.expected import expected_logits, moments, moved, rotated_on_average
 from tests.helpers import zoo
 from tests.helpers.common import padded, read_pieces
 

@@ -12,8 +12,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.methods import parse_method
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 
 SCALE = 0.25
 

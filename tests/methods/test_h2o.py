@@ -10,10 +10,8 @@ import torch
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.cache.row_sums import RowSums
-from kvsketch.methods.h2o import H2O
-from kvsketch.slots import rollback
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.methods import H2O
+from kvsketch.slots import LayerContext, SlotTable, rollback
 from tests.helpers import zoo
 from tests.methods.heavy_hitters import kept, random_stream, simulate, tables
 

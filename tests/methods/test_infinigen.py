@@ -8,8 +8,7 @@ import torch
 import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods import InfiniGen
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 

@@ -9,8 +9,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import KCenter
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 

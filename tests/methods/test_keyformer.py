@@ -8,12 +8,9 @@ import pytest
 import torch
 
 from kvsketch import CompressedCache
-from kvsketch.methods.h2o import H2O
-from kvsketch.methods.keyformer import Keyformer
+from kvsketch.methods import H2O, Keyformer
 from kvsketch.ops.attention_mass import reference
-from kvsketch.slots import rollback
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable, rollback
 from tests.helpers import zoo
 from tests.helpers.common import generate
 from tests.methods.heavy_hitters import Stream, kept, random_stream, simulate, tables

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from kvsketch.methods.evict import EvictingMethod
 from kvsketch.methods.parameters import option
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.methods import PyramidKV
 from kvsketch.methods.pyramidkv import READINGS
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded
 

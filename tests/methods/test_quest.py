@@ -12,9 +12,7 @@ import kvsketch
 from kvsketch.methods import Quest
 from kvsketch.ops.select_pages import Bounds
 from kvsketch.ops.select_pages.reference import page_scores
-from kvsketch.slots import rollback
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable, rollback
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE = 2, 3, 8

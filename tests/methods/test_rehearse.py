@@ -14,15 +14,14 @@ from torch import Tensor
 
 from kvsketch import CompressedCache, layer_bytes, ops, prefill
 from kvsketch.cache.streaming import read_chunks
-from kvsketch.methods import waiting
+from kvsketch.methods import Rehearse, waiting
 from kvsketch.methods.allocation import largest
-from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.rehearse.problems import STEP
 from kvsketch.methods.replay import Replay, first_keys, sampled
 from kvsketch.ops.rotate_keys import whole_turns
-from kvsketch.slots.context import LayerContext
+from kvsketch.slots import LayerContext, SlotTable
 from kvsketch.slots.layout import Layout
-from kvsketch.slots.table import SlotTable, slots_in_order
+from kvsketch.slots.table import slots_in_order
 from tests.helpers import zoo
 from tests.helpers.common import generate, padded, read_pieces
 

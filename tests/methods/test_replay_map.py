@@ -15,13 +15,11 @@ from torch import Tensor
 
 from kvsketch import CompressedCache, prefill
 from kvsketch.cache.replay import fitting
-from kvsketch.methods import replay_map
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import Rehearse, replay_map
 from kvsketch.methods.replay import Piece, Replay, pieces_of, positions_of
 from kvsketch.methods.replay_map import Moments, ReplayMap
 from kvsketch.methods.waiting import Waiting
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import padded
 

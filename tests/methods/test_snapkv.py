@@ -7,8 +7,7 @@ import torch
 
 import kvsketch
 from kvsketch.methods import SnapKV
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 HEADS, GROUP, SIZE, SCALE = 2, 3, 8, 0.6

@@ -12,8 +12,7 @@ from torch import Tensor
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import SubGen
 from kvsketch.methods.subgen.slots import state_of
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.methods.subgen_tables import feed, read, subgen, tokens
 

@@ -7,9 +7,7 @@ import torch
 
 from kvsketch import CompressedCache
 from kvsketch.methods.subgen.slots import exact_until, layout_of, state_of
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.parts import NEG_INF
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import NEG_INF, LayerContext, SlotTable
 from tests.helpers import zoo
 from tests.helpers.common import generate
 from tests.methods.subgen_tables import DEVICE, SIZE, feed, read, subgen, tokens

@@ -15,8 +15,7 @@ from torch import Tensor
 import kvsketch
 from kvsketch import CompressedCache, ops
 from kvsketch.methods import Uniform
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.helpers import zoo
 
 HEADS, SIZE, SIGMAS = 800, 4, 4.0

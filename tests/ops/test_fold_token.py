@@ -12,8 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kvsketch
 from kvsketch.methods.subgen.slots import layout_of, state_of
 from kvsketch.ops.fold_token import reference
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from tests.ops.formula import needs_triton
 
 CASES = {

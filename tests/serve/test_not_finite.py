@@ -12,7 +12,7 @@ import kvsketch
 from kvsketch import CompressedCache
 from kvsketch.decode import shared as shared_rows
 from kvsketch.decode.sampling import NO_TOKEN, Draw
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import Rehearse
 from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.slots.codes import NotFinite

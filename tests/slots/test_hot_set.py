@@ -10,9 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from kvsketch.slots import hot_set, offloaded
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable, hot_set, offloaded
 
 HEADS, LISTS, SIZE, TAIL_TOKENS, SINKS = 2, 2, 4, 5, 2
 

@@ -28,14 +28,12 @@ from torch import Tensor
 
 from kvsketch.ops import codec as codecs
 from kvsketch.ops.work_list import fixed_work_list
-from kvsketch.slots import codes, in_place, packing
+from kvsketch.slots import LayerContext, SlotTable, codes, in_place, packing
 from kvsketch.slots.codes import QuantBits
-from kvsketch.slots.context import LayerContext
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.pages import Pages, PageShape, RequestPages, RequestShape, like_table
 from kvsketch.slots.rows import EqualRows, RaggedRows, RowNeeds, count_to
 from kvsketch.slots.state import TableState, per_row, per_slot
-from kvsketch.slots.table import SlotTable
 from tests.helpers.common import also
 
 LAYERS, HEADS, QUERY_HEADS, SIZE = 2, 2, 4, 16

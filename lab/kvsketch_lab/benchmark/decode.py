@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.decode.captured import Step
 from kvsketch.decode.sampling import Sampler
 from kvsketch.methods import Method

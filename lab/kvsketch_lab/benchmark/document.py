@@ -21,8 +21,7 @@ from typing import Any
 
 import torch
 
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.streaming import prefill
+from kvsketch import CompressedCache, prefill
 from kvsketch.decode.asking import document_ids, question_inputs
 from kvsketch.methods import parse_method
 from kvsketch_lab.benchmark.runner import FAILED, Fields

@@ -25,12 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from kvsketch import CompressedCache, prefill
 from kvsketch.cache import learning
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import repeat_instruction
-from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import Rehearse
+from kvsketch.methods import Rehearse, parse_method
 from kvsketch.models import fit_texts, texts
 from kvsketch_lab.benchmark.runner import FAILED, Fields
 from kvsketch_lab.benchmark.shapes import TextBenchmark

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.methods import parse_method
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
 from kvsketch_lab.benchmark.runner import Fields

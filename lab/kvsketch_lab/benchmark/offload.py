@@ -27,8 +27,8 @@ from kvsketch.methods import METHODS, ClusterKV, Method, parse_method
 from kvsketch.methods.clusterkv.clusters import Clusters
 from kvsketch.methods.recall import RecallingMethod
 from kvsketch.ops.hot_rows import COPIES, HITS, READS
+from kvsketch.slots import SlotTable
 from kvsketch.slots.state import per_row
-from kvsketch.slots.table import SlotTable
 from kvsketch_lab.benchmark.decode import CHECK_PROMPT, Session, check_tokens
 from kvsketch_lab.benchmark.device import spread
 from kvsketch_lab.benchmark.runner import FAILED, Fields

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.runner import FAILED, OUT_OF_MEMORY, Fields, relative_error
 from kvsketch_lab.benchmark.shapes import ModelBenchmark, prefill_times, problem_of

@@ -20,8 +20,8 @@ import time
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from kvsketch.methods import parse_method
-from kvsketch.methods.rehearse import FOLD, Rehearse
+from kvsketch.methods import Rehearse, parse_method
+from kvsketch.methods.rehearse import FOLD
 from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch_lab.benchmark.prefill import Prefill
 from kvsketch_lab.benchmark.runner import Fields

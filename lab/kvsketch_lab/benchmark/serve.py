@@ -38,9 +38,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.streaming import prefill
-from kvsketch.decode.captured import generate
+from kvsketch import CompressedCache, generate, prefill
 from kvsketch.decode.sampling import Draw
 from kvsketch.decode.shared import SharedRows, batched, lies_once
 from kvsketch.methods import Method, parse_method

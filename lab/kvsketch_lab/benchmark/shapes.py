@@ -15,11 +15,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch import models, prefill
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache, models, prefill
 from kvsketch.cache.replay import fitting, repetition
-from kvsketch.methods import Method, parse_method
-from kvsketch.methods.rehearse import LEARNED, Rehearse
+from kvsketch.methods import Method, Rehearse, parse_method
+from kvsketch.methods.rehearse import LEARNED
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.models import texts
 from kvsketch_lab.benchmark.device import Device

@@ -21,8 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.streaming import prefill
+from kvsketch import CompressedCache, prefill
 from kvsketch_lab.benchmark import runner
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.chunk import TOLERANCE, kernel_error

@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from kvsketch import CompressedCache
 from kvsketch.cache.attention import attend
-from kvsketch.cache.compressed import CompressedCache
 from kvsketch.cache.layer import TAG, LayerView
 
 

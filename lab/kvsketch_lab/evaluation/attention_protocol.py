@@ -24,13 +24,10 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch import ops
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.methods import parse_method
-from kvsketch.methods.base import Method
-from kvsketch.slots.context import LayerContext
+from kvsketch import CompressedCache, ops
+from kvsketch.methods import Method, parse_method
+from kvsketch.slots import LayerContext, SlotTable
 from kvsketch.slots.positions import CACHE
-from kvsketch.slots.table import SlotTable
 
 ORACLE = "oracle"
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch_lab.evaluation.choices import ChoiceExperiment
 from kvsketch_lab.evaluation.documents import Document, DocumentExperiment, Item, TaskOptions, Wording

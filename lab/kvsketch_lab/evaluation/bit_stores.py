@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.methods import METHODS, parse_method
 from kvsketch.ops.codec import BITS, Codec, rotate, unit_step
 from kvsketch.slots import codes

@@ -26,8 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch import ops
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache, ops
 from kvsketch.decode import captured
 from kvsketch_lab.evaluation import passages
 from kvsketch_lab.evaluation.attention_protocol import capture, relative_error

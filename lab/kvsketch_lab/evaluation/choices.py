@@ -15,7 +15,7 @@ from typing import Any, cast
 
 import torch
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch_lab.evaluation.documents import DocumentExperiment, DocumentOptions, Item
 from kvsketch_lab.evaluation.questions import FedQuestion

@@ -22,7 +22,7 @@ from typing import Any
 
 from rich.console import Console
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.cache.replay import fitting
 from kvsketch.compare.budgets import UNITS
 from kvsketch.doubt_threshold import DoubtThreshold, Told, outcome

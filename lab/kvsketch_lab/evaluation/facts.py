@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.compare import budgets
 from kvsketch.compare.budgets import UNITS
 from kvsketch.compare.shared_prefill import memory, shared_prefill

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.compare.shared_prefill import Prefilled
 from kvsketch.methods import parse_method
 from kvsketch_lab.evaluation.documents import Document, Item, TaskExperiment, TaskOptions, Wording, json_lines

@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.cache.overview import full_bytes
 from kvsketch.compare import budgets
 from kvsketch.compare.shared_prefill import Prefilled, shared_prefill

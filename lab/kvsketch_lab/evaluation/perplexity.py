@@ -31,7 +31,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.compare.budgets import sized, with_budget
 from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.methods import parse_method

@@ -8,10 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.streaming import prefill
+from kvsketch import CompressedCache, prefill
 from kvsketch.compare.shared_prefill import Prefilled
-from kvsketch.methods.base import Method
+from kvsketch.methods import Method
 
 ROWS_ON_A_CPU = 4
 SHARE_OF_FREE_MEMORY = 0.7

@@ -24,9 +24,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache, prefill
 from kvsketch.cache.replay.probes import Probes
-from kvsketch.cache.streaming import prefill
 from kvsketch.decode.asking import document_ids, repeat_instruction
 from kvsketch_lab.evaluation.experiment import Cell, Experiment, ExperimentOptions, apart, methods_option, model_option
 from kvsketch_lab.evaluation.facts import FactOptions, told

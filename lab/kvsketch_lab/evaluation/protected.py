@@ -15,11 +15,10 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from kvsketch.methods import Rehearse, StreamingLLM
 from kvsketch.methods.budget import row_prompts
-from kvsketch.methods.rehearse import Rehearse
-from kvsketch.methods.streamingllm import StreamingLLM
 from kvsketch.methods.waiting import Waiting, newest_slots, newest_values
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 
 LEAST_WAITING = 8
 LARGEST = 1 / 8  # of the tokens of a chunk, whose values are the longest

@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.cache.compressed import CompressedCache
+from kvsketch import CompressedCache
 from kvsketch.compare import budgets
 from kvsketch.compare.shared_prefill import Prefilled, memory, shared_prefill
 from kvsketch.decode.asking import chat_frame, repeat_instruction

@@ -28,8 +28,8 @@ import torch
 
 from kvsketch.compare.budgets import contenders, with_budget
 from kvsketch.methods import parse_method
+from kvsketch.slots import SlotTable
 from kvsketch.slots.bytes import token_bytes
-from kvsketch.slots.table import SlotTable
 from kvsketch_lab.evaluation import selections
 from kvsketch_lab.evaluation.attention_error import PAPER_CLUSTERKV
 from kvsketch_lab.evaluation.attention_protocol import Captured

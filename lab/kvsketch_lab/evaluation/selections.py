@@ -16,11 +16,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from kvsketch.methods.base import Method
+from kvsketch.methods import Method
 from kvsketch.methods.budget import Size
 from kvsketch.methods.clusterkv import clusters
 from kvsketch.ops.hot_rows import HITS, READS
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import SlotTable
 from kvsketch_lab.evaluation.attention_protocol import Captured, feed, new_table
 from kvsketch_lab.evaluation.concentration import attention
 

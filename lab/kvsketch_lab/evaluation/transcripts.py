@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from kvsketch.cache.compressed import CompressedCache
-from kvsketch.cache.streaming import prefill
+from kvsketch import CompressedCache, prefill
 from kvsketch.methods import parse_method
 from kvsketch.serve.chats import CHAT, Chats, common
 from kvsketch.serve.spans import finished_spans, parse_shares

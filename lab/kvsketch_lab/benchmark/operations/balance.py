@@ -16,8 +16,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.methods import BalanceKV, Method, Uniform
 from kvsketch.ops.balance_walk.reference import block_uniforms, normalized_gram
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, SCALE
 from kvsketch_lab.benchmark.operations.operation import Operation, as_timing

@@ -13,11 +13,10 @@ from dataclasses import replace
 import torch
 
 from kvsketch import ops
-from kvsketch.methods.subgen import SubGen
+from kvsketch.methods import SubGen
 from kvsketch.methods.subgen.sketch import Sketch, fold_denominator, fold_numerator
 from kvsketch.methods.subgen.slots import Structure, covering_radii, exact_tokens, layout_of, state_of
-from kvsketch.slots.context import LayerContext
-from kvsketch.slots.table import SlotTable
+from kvsketch.slots import LayerContext, SlotTable
 from kvsketch_lab.benchmark.device import Device
 from kvsketch_lab.benchmark.operations.layers import HEAD_SIZE, KV_HEADS, LAYERS, make_keys
 from kvsketch_lab.benchmark.operations.operation import Operation
