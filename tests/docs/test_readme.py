@@ -21,7 +21,7 @@ def test_the_example_runs(capsys: pytest.CaptureFixture[str], tmp_path: Path, mo
     (tmp_path / "report.txt").write_text("Dr. Miriam Okafor became director of the observatory on 1 June.\n" * 8)
     exec(compile(example.replace("qwen2.5-coder-0.5b", "smollm2-135m"), "README.md", "exec"), names)
     cache, printed = names["cache"], capsys.readouterr().out.strip()
-    assert "Okafor" in printed and printed.endswith(f"{cache.tokens_seen} {cache.tokens_stored} {cache.device_bytes}")
+    assert "Okafor" in printed and printed.endswith(f"{cache.tokens_seen} {cache.tokens_per_head} {cache.device_bytes}")
     assert cache.device_bytes < 23_040 * cache.tokens_seen / 2  # bytes of a token of this model in bf16
 
 
