@@ -108,7 +108,14 @@ def test_tokens_that_wait_are_part_of_what_rehearse_promises() -> None:
 
 @pytest.mark.parametrize("tokens", [20, 70, 200])
 @pytest.mark.parametrize(
-    "form", ["rehearse:wait=64:refit=none", "rehearse:wait=128:bits=16:refit=none", "kvzip:wait=64", "expected"]
+    "form",
+    [
+        "rehearse:wait=16:refit=none",
+        "rehearse:wait=64:refit=none",
+        "rehearse:wait=128:bits=16:refit=none",
+        "kvzip:wait=64",
+        "expected",
+    ],
 )
 def test_room_for_tokens_that_wait_is_no_more_than_may_wait(form: str, tokens: int) -> None:
     model, ids = zoo.build("llama", **MODEL), zoo.tokens(1, tokens + 200)

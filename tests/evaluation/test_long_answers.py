@@ -89,7 +89,7 @@ def test_what_is_fed_is_what_the_full_cache_said(data: Path, model: Path) -> Non
         assert answer[-1] in end_tokens(experiment.model) or len(answer) == 40
 
 
-@pytest.mark.parametrize("method", ["h2o:bits=4:budget=40", f"{RULES}:Soon:wait=16:budget=40", "full"])
+@pytest.mark.parametrize("method", ["h2o:bits=4:budget=40", "rehearse:wait=16:budget=40", "full"])
 def test_caches_abreast_read_what_each_reads_alone(method: str) -> None:
     model, ids = zoo.build("llama"), zoo.tokens(2, PROMPT + 40)
     caches = {name: CompressedCache(model, name) for name in ("full", method, "streamingllm:budget=30")}
@@ -154,9 +154,9 @@ def test_the_prompt_stays(rule: str) -> None:
     assert not set(range(PROMPT)) <= plain
 
 
-@pytest.mark.parametrize("rule", ["Soon", "Even", "Values", "Random"])
+@pytest.mark.parametrize("rule", ["rehearse", *(f"{RULES}:{rule}" for rule in ("Even", "Values", "Random"))])
 def test_what_a_rule_holds_is_within_its_budget(rule: str) -> None:
-    cache, held = held_tokens(f"{RULES}:{rule}:wait={WAIT}:budget=64:refit=none")
+    cache, held = held_tokens(f"{rule}:wait={WAIT}:budget=64:refit=none")
     last, sinks = range(PROMPT + 64 - 32, PROMPT + 64), range(4)
     assert {*last, *sinks} <= held
     slots = [int(layer.table.used_slots().sum()) for layer in cache.slot_layers]
@@ -205,7 +205,7 @@ def test_a_run_goes_on_where_it_stopped(data: Path, model: Path, monkeypatch: py
         (["--bytes", "40"], "--bytes 40 is no share"),
         (["--max-new-tokens", "1"], "--max-new-tokens 1"),
         (["--data", "nowhere.jsonl"], "nowhere.jsonl"),
-        (["--methods", f"{RULES}:Soon:wait=2"], "wait=2 is not valid"),
+        (["--methods", f"{RULES}:Even:wait=2"], "wait=2 is not valid"),
     ],
 )
 def test_a_wrong_argument_is_named(data: Path, model: Path, given: list[str], said: str) -> None:

@@ -55,6 +55,7 @@ def test_every_served_method_is_found(bits: str) -> None:
         ({"kvsketch": "subgen:budget=64"}, ["subgen cannot be served", "snapkv", "rehearse"]),
         ({"kvsketch": "snapkv:budget=50%"}, ["budget=50%", "budget=1024", "rehearse"]),
         ({"kvsketch": "snapkv:bytes=1/8"}, ["bytes=1/8", "budget=1024", "rehearse"]),
+        ({"kvsketch": "rehearse:budget=64:wait=32"}, ["wait=32 leaves no room", "use wait=64 or more"]),
         ({"kvsketch": "rehearse:budget=64:replay=exact"}, ["replay=exact", "use replay=virtual"]),
         ({"kvsketch": "rehearse:budget=64:replay=learned"}, ["map=FILE", "kvsketch fit", "use replay=virtual"]),
         ({"kvsketch": "quest"}, ["quest cannot be served", "snapkv", "full:bits=4"]),

@@ -445,6 +445,37 @@ def test_turns_that_wait_are_scored_as_tokens_that_come_one_by_one(model: Any, b
     assert (result[0] - result[1]).norm() < 0.02 * result[1].norm()
 
 
+@pytest.mark.parametrize("name", ["rehearse:refit=none", "kvzip", "expected"])
+def test_fewer_tokens_wait_than_codes_need(model: Any, name: str) -> None:
+    """A text stays as it is until it is long enough for codes, and 16 tokens are decided together from then on."""
+    cache, ids = CompressedCache(model, f"{name}:budget=40:wait=16:recent=8:bits=4"), zoo.tokens(1, 150)
+    alone = CompressedCache(model)
+    settled = []
+    with torch.no_grad():
+        for start, end in [(0, 20), *((at, at + 1) for at in range(20, 150))]:
+            logits = [model(ids[:, start:end], past_key_values=each).logits for each in (cache, alone)]
+            table = cache.slot_layers[0].table
+            if end < 64:
+                assert table.exact and table.settled == 0
+                torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
+            settled.append(table.settled)
+            assert not table.settled or table.seen - table.settled < 16
+    assert sorted(set(settled)) == [0, *range(64, 150, 16)]
+
+
+@pytest.mark.parametrize("lengths", [[90, 70, 30], [50, 40, 20]])
+def test_rows_that_wait_less_are_those_of_a_padded_batch(model: Any, lengths: list[int]) -> None:
+    rows = [zoo.tokens(1, count, seed=count) for count in lengths]
+    most = lengths[0]
+    batch = torch.cat([torch.nn.functional.pad(row, (most - row.shape[1], 0)) for row in rows])
+    ids, mask = padded(batch, [most - count for count in lengths])
+    method = "rehearse:budget=100%:wait=16:recent=8:bits=4:refit=none"
+    together = generate(model, ids, CompressedCache(model, method), attention_mask=mask, max_new_tokens=60)
+    for number, row in enumerate(rows):
+        alone = generate(model, row, CompressedCache(model, method), max_new_tokens=60)
+        assert together.sequences[number, most:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
+
+
 @pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU computes all sums itself")
 @pytest.mark.parametrize(("pieces", "count"), [([(0, 90)], 1), ([(0, 40), (40, 90)], 1), ([(0, 300)], 0)])
 def test_scores_take_the_sums_that_the_first_reading_has_computed(

@@ -57,7 +57,8 @@ METHODS = (
     "full:key_bits=3:value_bits=2",
     "h2o:bits=4",
     "rehearse:wait=64",
-    *(f"{PROTECTED}:{rule}:wait=16" for rule in ("Soon", "Prompt", "Even", "Values", "Random")),
+    "rehearse:wait=16",
+    *(f"{PROTECTED}:{rule}:wait=16" for rule in ("Prompt", "Even", "Values", "Random")),
     f"{PROTECTED}:Window:bits=4",
 )
 

@@ -3,7 +3,6 @@
     kvsketch_lab.evaluation.protected:Prompt:wait=16        a method string, as any class outside the library
 
 `long-answers` compares them. Scores of `rehearse` are at most 1, and sinks and recent tokens stay whatever they are.
-A token that waits takes more than twice the bytes of one that is kept, so fewer than 64 may wait here.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from kvsketch.methods.budget import row_prompts
 from kvsketch.methods.waiting import Waiting, newest_slots, newest_values
 from kvsketch.slots import SlotTable
 
-LEAST_WAITING = 8
 LARGEST = 1 / 8  # of the tokens of a chunk, whose values are the longest
 
 
@@ -36,18 +34,8 @@ class Window(StreamingLLM):
 
 
 @dataclass(frozen=True)
-class Soon(Rehearse):
-    """`rehearse`, of which fewer tokens may wait."""
-
-    name: ClassVar[str] = "soon"
-
-    def _require_whole(self, *names: str, least: int = 1, unit: str = "") -> None:
-        super()._require_whole(*names, least=min(least, LEAST_WAITING), unit=unit)
-
-
-@dataclass(frozen=True)
-class Rescored(Soon):
-    """The same, with other scores for the tokens of a chunk once it has scored them."""
+class Rescored(Rehearse):
+    """`rehearse` with other scores for the tokens of a chunk once it has scored them."""
 
     name: ClassVar[str] = "rescored"
 

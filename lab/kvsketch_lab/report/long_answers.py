@@ -20,14 +20,14 @@ from kvsketch_lab.records import (
 from kvsketch_lab.report.blocks import Code, table
 from kvsketch_lab.report.kinds import Data, model_name
 
-FULL, USUAL, SOON = "full", "rehearse as it is", "rehearse, fewer tokens wait"
+FULL, USUAL, SOON = "full", "rehearse, 64 tokens wait", "rehearse, 16 tokens wait"
 LAB = "kvsketch_lab.evaluation.protected:"
 RULES = {
     "full": "all tokens",
     "streamingllm": "the most recent tokens",
     "h2o": "window and heavy hitters",
-    "rehearse": USUAL,
-    f"{LAB}Soon": SOON,
+    "rehearse:wait=64": USUAL,
+    "rehearse:wait=16": SOON,
     f"{LAB}Prompt": "the same, and the prompt stays",
     f"{LAB}Even": "the same, scores scaled by the tokens of a chunk",
     f"{LAB}Values": "the same, and the largest values stay",

@@ -14,7 +14,15 @@ from kvsketch.methods.allocation import HEAD
 from kvsketch.methods.budget import Size, row_prompts
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.parameters import option
-from kvsketch.methods.waiting import Waiting, WaitingMethod, newest_keys, newest_slots, newest_values, own_sinks
+from kvsketch.methods.waiting import (
+    LEAST_WAITING,
+    Waiting,
+    WaitingMethod,
+    newest_keys,
+    newest_slots,
+    newest_values,
+    own_sinks,
+)
 from kvsketch.slots import packing
 from kvsketch.slots.table import SlotTable
 
@@ -54,7 +62,7 @@ class Expected(WaitingMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_whole("wait", least=64, unit="tokens")
+        self._require_whole("wait", least=LEAST_WAITING, unit="tokens")
         self._require_whole("future", unit="positions")
         self._require("epsilon", 0 <= self.epsilon < math.inf, "a number of 0 or more")
 

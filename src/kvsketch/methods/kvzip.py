@@ -12,6 +12,7 @@ from kvsketch.methods.budget import Size
 from kvsketch.methods.capabilities import SUPPORTED, Capabilities, no
 from kvsketch.methods.parameters import option
 from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, pieces_of
+from kvsketch.methods.waiting import LEAST_WAITING
 from kvsketch.slots.table import SlotTable
 
 
@@ -43,7 +44,8 @@ class KVzip(ReplayedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_whole("chunk", "wait", least=64, unit="tokens")
+        self._require_whole("chunk", least=64, unit="tokens")
+        self._require_whole("wait", least=LEAST_WAITING, unit="tokens")
 
     @property
     def declared(self) -> Capabilities:

@@ -130,7 +130,7 @@ class Queue:
         table, least = self.table, MIN_TOKENS_TO_QUANTISE if self.table.context.bits else 2
         if table.settled_at is not None:
             return False  # rows that come and go: `WaitingMethod.catch_up`
-        if self.count >= self.method.most_waiting:
+        if self.count >= self.method.most_waiting and not coding.waits(table):
             return True
         first = table.document is None and (table.settled == 0 or most_of(table.padding) > table.settled)
         return first and not self.method.told and table.forward.appended > 1 and self.count >= least
@@ -250,6 +250,9 @@ class Queue:
         assert held is not None
         packing.unpack(self.table)
         return ops.kept_queries(held[:, :, :count], self.table.key_size, self.table.stores()[0].dtype)
+
+
+LEAST_WAITING = 16  # the smallest `wait`
 
 
 @dataclass(frozen=True)

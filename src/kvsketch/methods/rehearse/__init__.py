@@ -18,9 +18,10 @@ from kvsketch.methods.rehearse.rebuild import Rebuild
 from kvsketch.methods.rehearse.refit import queries_of
 from kvsketch.methods.replay import Piece, Replay, ReplayedMethod, equal_chunks, pieces_of
 from kvsketch.methods.replay_map import ReplayMap
+from kvsketch.methods.waiting import LEAST_WAITING
 from kvsketch.slots import coding
 from kvsketch.slots.bytes import LayerShape
-from kvsketch.slots.codes import FEW
+from kvsketch.slots.codes import FEW, MIN_TOKENS_TO_QUANTISE
 from kvsketch.slots.table import SlotTable
 
 REPLAYS = VIRTUAL, EXACT, LEARNED, AUTO = ("virtual", "exact", "learned", "auto")
@@ -89,7 +90,8 @@ class Rehearse(ReplayedMethod):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self._require_whole("chunk", *(() if self.told else ("wait",)), least=64, unit="tokens")
+        self._require_whole("chunk", least=64, unit="tokens")
+        self._require_whole(*(() if self.told else ("wait",)), least=LEAST_WAITING, unit="tokens")
         if self.map and self.replay != LEARNED:
             raise ValueError(f"{self.name}: map={self.map} is for replay=learned; replay is {self.replay}")
         if self.loss in (None, "None"):
@@ -134,6 +136,11 @@ class Rehearse(ReplayedMethod):
             return no(
                 f"replay={LEARNED} finds its maps by the weights, which the plugin does not read; add map=FILE, which "
                 f"`kvsketch fit MODEL --text FILES --out FILE` writes, or use replay={VIRTUAL}"
+            )
+        if not self.told and int(self.wait) < MIN_TOKENS_TO_QUANTISE:
+            return no(
+                f"a prompt too short to be quantised waits as a whole, and wait={self.wait} leaves no room for it; use "
+                f"wait={MIN_TOKENS_TO_QUANTISE} or more"
             )
         # A share of the prompt too: it is kept whole until all of it is there.
         return SUPPORTED
