@@ -48,10 +48,10 @@ def test_rules_are_compared_on_the_answers_that_all_were_fed() -> None:
     assert table[1][5].startswith("0.400 [") and table[1][6] == "80.0%"
 
 
-def test_where_as_many_cannot_wait_rules_are_compared_with_fewer() -> None:
+def test_rules_are_compared_with_as_few_tokens_that_wait() -> None:
     costs = {"rehearse": 0.3, f"{LAB}Even": 0.2}
     text = long_answers.tables([fed(f"{rule}:wait=16", n, cost) for rule, cost in costs.items() for n in range(3)])
-    assert "less rehearse, 16 tokens wait |" in text
+    assert "against rehearse, 16 tokens wait |" in text
     assert [row[7] for row in rows(text)] == ["-0.100 [-0.100, -0.100]", ""]
 
 

@@ -66,7 +66,7 @@ def _answer(data: Data) -> tuple[int, str]:
 def tables(records: Sequence[Record]) -> str:
     """A table with its introduction for each model and share, the cheapest rule first; empty without records."""
     return "\n\n".join(
-        f"{_introduction(model, share, data)}\n\n{table([*HEADS, f'less {_usual(data)}'], _rows(data))}"
+        f"{_introduction(model, share, data)}\n\n{table([*HEADS, f'against {_usual(data)}'], _rows(data))}"
         for (model, share), data in measured(records).items()
     )
 
@@ -82,9 +82,9 @@ def _introduction(model: str, share: str, data: Sequence[Data]) -> str:
 
 
 def _usual(data: Sequence[Data]) -> str:
-    """The rule that others are compared with: as it is, if the bytes have room for the tokens that wait then."""
+    """The rule that others are compared with."""
     known = {rule(each["method"]) for each in data}
-    return USUAL if USUAL in known else SOON
+    return SOON if SOON in known else USUAL
 
 
 def _rows(data: Sequence[Data]) -> list[list[str]]:
