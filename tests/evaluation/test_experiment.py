@@ -102,6 +102,15 @@ def test_records_say_what_was_measured_and_are_made_once(tmp_path: Path) -> None
     assert more[:18] == result and len(set(keys(more))) == 18 * 3
 
 
+def test_what_a_group_has_measured_is_written_before_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ended: list[int] = []
+    monkeypatch.setattr(records.Writer, "end_group", lambda writer: ended.append(len(calls)))
+    run(tmp_path)
+    assert len(ended) == 6 and ended == sorted(set(ended)), "once for each sample"
+
+
 def test_a_killed_run_goes_on_where_it_stopped(tmp_path: Path) -> None:
     path = tmp_path / "toy_example.jsonl"
     child = multiprocessing.get_context("fork").Process(target=run, args=(tmp_path, "--hang", "8"))

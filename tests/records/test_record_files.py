@@ -11,6 +11,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -201,3 +202,23 @@ def test_an_archive_is_read_before_its_file(tmp_path: Path) -> None:
     records.append(path, records.make_record("lines", {"n": 2}))
     assert [each["data"]["n"] for each in records.read(path)] == [1, 2]
     assert [each["data"]["n"] for each in records.read_folder(tmp_path)] == [1, 2]
+
+
+def test_a_group_that_took_its_time_is_written_before_the_next_one_begins(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A kill in the next group loses nothing of it."""
+    now = [0.0]
+    monkeypatch.setattr("kvsketch_lab.records.files.time", SimpleNamespace(monotonic=lambda: now[0]))
+    path = tmp_path / "some.jsonl"
+    with records.Writer(path) as writer:
+        now[0] = 60.0
+        for number in range(6):
+            writer.add(records.make_record("some", {"number": number}, 0, ("number",), False))
+        assert len(list(records.read(path))) == 1
+        writer.end_group()
+        assert len(list(records.read(path))) == 6
+        writer.add(records.make_record("some", {"number": 6}, 0, ("number",), False))
+        writer.end_group()
+        assert len(list(records.read(path))) == 6, "a short group waits for others"
+    assert len(list(records.read(path))) == 7

@@ -438,7 +438,9 @@ def test_rows_move_together_where_no_stretch_is_long_enough() -> None:
         assert tokens == answer_alone(method, prompt(length, length), len(tokens), cache), f"prompt of {length}"
 
 
-@pytest.mark.parametrize("method", ["rehearse:wait=64:refit=none", "rehearse:wait=16", "kvzip:wait=64", "expected", "rehearse:budget=40"])
+@pytest.mark.parametrize(
+    "method", ["rehearse:wait=64:refit=none", "rehearse:wait=16", "kvzip:wait=64", "expected", "rehearse:budget=40"]
+)
 def test_a_row_takes_the_slots_that_are_counted_for_it(method: str) -> None:
     shared = shared_rows.SharedRows(model(), method, rows=2, longest=400)
     cache, draw = CompressedCache(model(), method), Draw(1, shared.device, shared.logits.shape[1])

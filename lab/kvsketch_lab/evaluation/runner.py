@@ -95,6 +95,7 @@ def run(experiment: Experiment, groups: list[list[Cell]]) -> None:
                     lost = (cell.method, cell.budget) if DEVICE_LOST in reason else lost
                 writer.add(record)
                 bar.update()
+            writer.end_group()
             if lost is not None:
                 raise RuntimeError(f"{lost[0]} {lost[1]} left the GPU unusable; run the same command again to continue")
 

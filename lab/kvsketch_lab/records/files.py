@@ -96,11 +96,12 @@ def _is_object(line: bytes) -> bool:
 
 
 class Writer:
-    """Appends records to a file, at most every two seconds."""
+    """Appends records to a file, at most every two seconds, and all of a group that took longer when it ends."""
 
     def __init__(self, path: Path, common: Iterable[str] = ()) -> None:
         self.path, self.common = path, tuple(common)
         self.waiting, self.written = list[Record](), time.monotonic()
+        self.begun = self.written
 
     def __enter__(self) -> Writer:
         return self
@@ -112,6 +113,12 @@ class Writer:
         self.waiting.append(record)
         if time.monotonic() - self.written > SECONDS_BETWEEN_WRITES:
             self.flush()
+
+    def end_group(self) -> None:
+        """What was measured together is complete; nobody knows how long the next group takes, or whether it ends."""
+        if time.monotonic() - self.begun > SECONDS_BETWEEN_WRITES:
+            self.flush()
+        self.begun = time.monotonic()
 
     def flush(self) -> None:
         if self.waiting:
