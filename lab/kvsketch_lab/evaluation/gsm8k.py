@@ -19,7 +19,7 @@ from typing import Any
 
 from kvsketch.models import encode_chat
 from kvsketch_lab.evaluation.documents import file_hashes, json_lines
-from kvsketch_lab.evaluation.experiment import Cell, text_sha256
+from kvsketch_lab.evaluation.experiment import Cell, Experiment, text_sha256
 from kvsketch_lab.evaluation.questions import Question, QuestionExperiment, QuestionOptions
 from kvsketch_lab.options import option
 
@@ -39,12 +39,6 @@ def numbers(answer: str, count: int) -> list[float]:
     return [float(number.replace(",", "")) for number in result]
 
 
-def read_problems(path: Path, prompts: int, problems: int) -> list[dict[str, str]]:
-    """The first problems of a file, enough for so many prompts, or for as many as it has."""
-    rows = json_lines(path, "name grade_school_math/data/test.jsonl")
-    return rows[: min(prompts, len(rows) // problems) * problems]
-
-
 def text_of(rows: Sequence[dict[str, str]]) -> str:
     """The prompt that asks for these problems, one after another."""
     asked = [f"Problem {at}: {row['question']}" for at, row in enumerate(rows, 1)] if len(rows) > 1 else []
@@ -59,13 +53,17 @@ class Gsm8kOptions(QuestionOptions):
     max_new_tokens: int = option(320, "tokens of an answer", least=1)
 
 
-class Gsm8k(QuestionExperiment):
-    name = "gsm8k"
-    options: Gsm8kOptions
+class ProblemExperiment(Experiment):
+    """Prompts that ask for problems of GSM8K's file; the options name it (`data`, `texts`, `problems`)."""
+
+    options: Any
 
     @functools.cached_property
-    def file_rows(self) -> list[dict[str, str]]:
-        return read_problems(Path(self.options.data), self.options.texts, self.options.problems)
+    def prompts(self) -> list[list[dict[str, str]]]:
+        """The problems of each prompt, of the first of the file, for as many prompts as it has."""
+        rows = json_lines(Path(self.options.data), "name grade_school_math/data/test.jsonl")
+        count = self.options.problems
+        return [rows[number * count :][:count] for number in range(min(self.options.texts, len(rows) // count))]
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
@@ -74,17 +72,20 @@ class Gsm8k(QuestionExperiment):
     def origin(self) -> dict[str, Any]:
         return super().origin() | self._source
 
+
+class Gsm8k(ProblemExperiment, QuestionExperiment):
+    name = "gsm8k"
+    options: Gsm8kOptions
+
     @property
     def more(self) -> int:
         return self.options.max_new_tokens
 
     def questions(self) -> Iterator[tuple[str, dict[str, Any]]]:
-        count = self.options.problems
-        return ((f"prompt={number}", {"problems": count}) for number in range(len(self.file_rows) // count))
+        return ((f"prompt={number}", {"problems": len(rows)}) for number, rows in enumerate(self.prompts))
 
     def ask(self, cell: Cell) -> Question:
-        count, number = self.options.problems, int(cell.parts["prompt"])
-        rows = self.file_rows[number * count : (number + 1) * count]
+        rows = self.prompts[int(cell.parts["prompt"])]
         text = text_of(rows)
         expected = [float(row["answer"].rpartition("####")[2].replace(",", "")) for row in rows]
         ids = encode_chat(self.tokenizer, text)["input_ids"][0].tolist()

@@ -17,10 +17,8 @@ those of a 16-bit model. The rules of `protected.py` are methods here, such as k
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -34,10 +32,8 @@ from kvsketch.models import encode_chat
 from kvsketch.slots.codes import PlainSlots
 from kvsketch_lab import records
 from kvsketch_lab.evaluation.abreast import Abreast
-from kvsketch_lab.evaluation.documents import file_hashes
 from kvsketch_lab.evaluation.experiment import (
     Cell,
-    Experiment,
     ExperimentOptions,
     cache_seed,
     end_tokens,
@@ -45,7 +41,7 @@ from kvsketch_lab.evaluation.experiment import (
     records_path,
     text_sha256,
 )
-from kvsketch_lab.evaluation.gsm8k import read_problems, text_of
+from kvsketch_lab.evaluation.gsm8k import ProblemExperiment, text_of
 from kvsketch_lab.evaluation.next_token import losses
 from kvsketch_lab.lists import grouped
 from kvsketch_lab.options import option
@@ -74,7 +70,7 @@ class LongAnswersOptions(ExperimentOptions):
     batch: int = option(6, "prompts read together", least=1)
 
 
-class LongAnswers(Experiment):
+class LongAnswers(ProblemExperiment):
     name = "long-answers"
     metric = "cost"
     form = ".3f"
@@ -83,21 +79,9 @@ class LongAnswers(Experiment):
     )
     options: LongAnswersOptions
 
-    @functools.cached_property
-    def problems(self) -> list[dict[str, str]]:
-        return read_problems(Path(self.options.data), self.options.texts, self.options.problems)
-
-    @functools.cached_property
-    def _source(self) -> dict[str, Any]:
-        return {"source": "openai/grade-school-math", "data_sha256": file_hashes(Path(self.options.data))}
-
-    def origin(self) -> dict[str, Any]:
-        return super().origin() | self._source
-
     def prompt(self, sample: str) -> str:
         """The text of `prompt=3`."""
-        count, number = self.options.problems, int(sample.partition("=")[2])
-        return text_of(self.problems[number * count : (number + 1) * count])
+        return text_of(self.prompts[int(sample.partition("=")[2])])
 
     @property
     def contenders(self) -> list[tuple[str, str]]:
@@ -110,7 +94,7 @@ class LongAnswers(Experiment):
         return (*super().setting, *own)
 
     def cells(self) -> list[Cell]:
-        samples = [f"prompt={number}" for number in range(len(self.problems) // self.options.problems)]
+        samples = [f"prompt={number}" for number in range(len(self.prompts))]
         return [
             Cell(method, budget, sample, seed, self.setting)
             for seed in self.seeds
