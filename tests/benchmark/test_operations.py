@@ -25,6 +25,7 @@ from kvsketch_lab.benchmark.operations import (
     layers,
     linear,
     mass,
+    past,
     subgen,
 )
 
@@ -152,11 +153,26 @@ def test_chunk_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chunk.kernel_error(CPU) > chunk.TOLERANCE
 
 
+def test_past_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert past.kernel_error(CPU) < 1e-6
+    right = past.by_reference
+    monkeypatch.setattr(past, "by_reference", lambda call: 1.05 * right(call))
+    assert past.kernel_error(CPU) > past.TOLERANCE
+
+
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs an NVIDIA GPU")
 def test_small_runs_on_a_gpu(tmp_path: Path) -> None:
     path = tmp_path / "operations.jsonl"
-    options = {"batches": "1", "slots": "1024", "tokens": 2048, "chunks": "512", "budgets": "512", "repeats": 2}
+    options = {
+        "batches": "1",
+        "slots": "1024",
+        "tokens": 2048,
+        "chunks": "512",
+        "queries": "64",
+        "budgets": "512",
+        "repeats": 2,
+    }
     assert runner.run(Operations(prefill_ms=100.0, out=str(path), **options)) == 0
     rows = [record["data"] for record in records.read(path)]
     assert {row["operation"] for row in rows} == {*OPERATIONS}

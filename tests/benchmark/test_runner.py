@@ -23,8 +23,8 @@ from tests.helpers.tiny import save_tiny_model
 
 SMALL = {
     **{
-        f"operations --only {name}": "--batches 1 --slots 128 --tokens 256 --chunks 9 --budgets 128 --keys normal "
-        "--repeats 1 --prefill-ms 100"
+        f"operations --only {name}": "--batches 1 --slots 128 --tokens 256 --chunks 9 --queries 9 --budgets 128 "
+        "--keys normal --repeats 1 --prefill-ms 100"
         for name in OPERATIONS
     },
     "prefill": "--model tiny --methods streamingllm:budget=16 --length 32 --repeats 1",

@@ -9,10 +9,10 @@ copy bandwidth. A share is the time of all layers over that of a prefill with tr
 measured in the same process unless given) or of a decode step (`--step-ms`).
 
 operation: what they share. attention: decode attention over weighted slots beside SDPA's kernels. linear: the linear
-layers of a decode step beside torch's. chunk: a chunk of a streamed prompt beside flash attention. mass: the column
-sums of attention that h2o and keyformer need. kcenter: farthest-first centers, exact and coarse. balance: the
-balancing walk of balancekv. subgen: its streaming structure. pages: quest's bounds and choice. recall: clustering,
-selection and indexed attention of clusterkv.
+layers of a decode step beside torch's. chunk: a chunk of a streamed prompt beside flash attention. past: new tokens
+behind stored slots, likewise. mass: the column sums of attention that h2o and keyformer need. kcenter: farthest-first
+centers, exact and coarse. balance: the balancing walk of balancekv. subgen: its streaming structure. pages: quest's
+bounds and choice. recall: clustering, selection and indexed attention of clusterkv.
 """
 
 from __future__ import annotations
@@ -30,17 +30,19 @@ from kvsketch_lab.benchmark.operations.linear import Linear
 from kvsketch_lab.benchmark.operations.mass import Mass
 from kvsketch_lab.benchmark.operations.operation import Operation, Settings
 from kvsketch_lab.benchmark.operations.pages import Pages
+from kvsketch_lab.benchmark.operations.past import PastSlots
 from kvsketch_lab.benchmark.operations.recall import Recall
 from kvsketch_lab.benchmark.operations.subgen import SubGenLayer
 from kvsketch_lab.benchmark.runner import Fields, target_text
 from kvsketch_lab.options import option
 
 OPERATIONS: dict[str, type[Operation]] = {
-    each.name: each for each in (Attention, Linear, Chunk, Mass, KCenter, Balance, SubGenLayer, Pages, Recall)
+    each.name: each
+    for each in (Attention, Linear, Chunk, PastSlots, Mass, KCenter, Balance, SubGenLayer, Pages, Recall)
 }
 INPUTS = (
-    "part", "product", "keys", "method", "chunk", "tokens", "batch", "slots", "cache", "clusters", "rounds", "budget",
-    "shared", "completion", "store",
+    "part", "product", "keys", "method", "chunk", "queries", "tokens", "batch", "slots", "cache", "clusters", "rounds",
+    "budget", "shared", "completion", "store",
 )  # fmt: skip
 NOTES = {
     "radius_over_exact": ".3f", "mean_cosine": ".3f", "bytes_over_formula": ".3f", "extra_bytes": ",d",

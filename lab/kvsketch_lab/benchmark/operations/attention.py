@@ -58,7 +58,7 @@ class Inputs:
         """The same slots as a contender holds them."""
         held = self
         if "4 bits" in contender:
-            held = dataclasses.replace(held, k=_coded(held.k), v=_coded(held.v))
+            held = dataclasses.replace(held, k=coded(held.k), v=coded(held.v))
         if "ragged" in contender:
             capacity = capacities(*held.log_den.shape).to(held.q.device)
             layout = Layout.of(capacity, coded="4 bits" in contender)
@@ -91,9 +91,10 @@ def capacities(batch: int, heads: int, mean: int) -> Tensor:  # [B, H]
     return capacity
 
 
-def _coded(x: Tensor | CodedSlots) -> CodedSlots:
+def coded(x: Tensor | CodedSlots, bits: int = 4) -> CodedSlots:
+    """Vectors as codes, all but the first ones."""
     assert isinstance(x, Tensor)
-    codec, center = Codec(4, x.shape[-1]), x.float().mean(2)
+    codec, center = Codec(bits, x.shape[-1]), x.float().mean(2)
     count = min(EXACT, x.shape[2])
     exact = rotate(x[:, :, :count].float() - center.unsqueeze(2), codec.signs(x.device), codec.block)
     at = torch.arange(count, dtype=torch.int32, device=x.device).repeat(*x.shape[:2], 1)

@@ -32,6 +32,7 @@ class Settings(Benchmark, ABC):
         "", "tokens kept or read, separated by commas; each operation's own unless given", least=17, none=True
     )
     chunks: tuple[int, ...] = option("2048,4096,8192", "tokens of a chunk, separated by commas", least=1)
+    queries: tuple[int, ...] = option("64,512", "new tokens behind stored slots, separated by commas", least=1)
     keys: tuple[str, ...] = option(tuple(KEYS), "kinds of keys, separated by commas", choices=tuple(KEYS))
     repeats: int = option(10, "calls that are timed with the host's part", least=1)
     prefill_ms: float | None = option(
