@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from transformers import AttentionInterface
 
-from kvsketch.integrations.vllm.blocks import BlockLayer
+from kvsketch.integrations.vllm.blocks import BlockLayer, Chunks
 from kvsketch.integrations.vllm.settings import KEY, block_codecs, chosen_full
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading
 
@@ -64,7 +64,8 @@ class BlockModel:
             layer.learn(pool, seen, k, v, slots)
         layer.write(pool, k, v, slots)
         if len(k) > 1:
-            out = layer.prefill(pool, table, seen, q, k, v)
+            chunks = Chunks.of([0, len(k)], [seen], table.int().unsqueeze(0))
+            out = layer.read_chunks(pool, chunks, q, k, v)
         else:
             reading = Reading.of(table.int().unsqueeze(0), torch.tensor([seen + 1]).int(), layer.shape)
             out = layer.decode(pool, reading, q)

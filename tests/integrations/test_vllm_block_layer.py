@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -9,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
-from kvsketch.integrations.vllm.blocks import ENOUGH, BlockLayer
+from kvsketch.integrations.vllm.blocks import ENOUGH, BlockLayer, Chunks
 from kvsketch.ops.codec import Codec
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading
 from tests.helpers.block_model import BlockModel
@@ -143,7 +144,42 @@ def test_a_request_in_a_batch_is_that_request_alone() -> None:
     assert not joint[2].any()
 
 
-def test_what_a_chunk_takes_is_said_before() -> None:
-    layer, _ = layer_of(torch.device("cpu"))
-    # A key and a value of 32 numbers in bf16, and codes of 16 bytes with a step, twice each, for two heads.
-    assert layer.past_bytes(10, torch.bfloat16) == 10 * 2 * 2 * (64 + 2 * 18)
+def filled() -> tuple[BlockLayer, Tensor]:
+    """A layer with 512 tokens in blocks 1 to 8, whose keys have a large common part."""
+    layer, pool = layer_of(torch.device("cpu"))
+    g = torch.Generator().manual_seed(0)
+    k, v = (torch.randn(8 * TOKENS, 2, 32, generator=g) for _ in range(2))
+    k += 10 * torch.randn(32, generator=g)
+    layer.learn(pool, 0, k, v, torch.arange(len(k)) + TOKENS)
+    layer.write(pool, k, v, torch.arange(len(k)) + TOKENS)
+    return layer, pool
+
+
+def test_chunks_that_are_read_together_are_those_alone() -> None:
+    """Behind 150, 100, 0 and 1 tokens; two requests share a block, one has read nothing."""
+    layer, pool = filled()
+    table = torch.tensor([[3, 1, 8], [3, 5, 0], [0, 0, 0], [7, 0, 0]], dtype=torch.int32)
+    starts, seen = [0, 3, 40, 60, 62], [150, 100, 0, 1]
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(62, heads, 32, generator=g) for heads in (4, 2, 2))
+    together = layer.read_chunks(pool, Chunks.of(starts, seen, table), q, k, v)
+    for i, (start, end) in enumerate(pairwise(starts)):
+        new = slice(start, end)
+        chunk = Chunks.of([0, end - start], seen[i : i + 1], table[i : i + 1])
+        alone = layer.read_chunks(pool, chunk, q[new], k[new], v[new])
+        torch.testing.assert_close(together[new], alone)
+
+
+def test_a_chunk_sees_what_blocks_hold_and_itself() -> None:
+    layer, pool = filled()
+    table = torch.tensor([[3, 1, 8]], dtype=torch.int32)
+    g = torch.Generator().manual_seed(1)
+    q, k, v = (torch.randn(20, heads, 32, generator=g) for heads in (4, 2, 2))
+    result = layer.read_chunks(pool, Chunks.of([0, 20], [150], table), q, k, v)
+    past = [part.of_requests(table.long()).decoded(torch.float32)[0, :, :150] for part in layer.blocks(pool).parts]
+    keys, values = (torch.cat([old, new.transpose(0, 1)], 1) for old, new in zip(past, (k, v), strict=True))
+    seen = torch.ones(20, 170, dtype=torch.bool).tril(150)
+    wanted = torch.nn.functional.scaled_dot_product_attention(
+        q.transpose(0, 1), keys.repeat_interleave(2, 0), values.repeat_interleave(2, 0), seen, scale=layer.scale
+    )
+    torch.testing.assert_close(result, wanted.transpose(0, 1), atol=1e-4, rtol=1e-4)

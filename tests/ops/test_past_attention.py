@@ -14,7 +14,7 @@ from kvsketch import ops
 from kvsketch.ops.codec import Codec, CodedSlots, encode
 from kvsketch.ops.common.device import Device, TileLaunch
 from kvsketch.ops.join_attention import Part
-from kvsketch.ops.past_attention import Arguments, in_blocks, reference
+from kvsketch.ops.past_attention import MOST_PARTIAL_BYTES, Arguments, in_blocks, reference
 from kvsketch.slots.layout import Layout
 from tests.helpers.common import also
 from tests.ops.formula import needs_triton, poison, relative_error
@@ -357,7 +357,7 @@ def test_memory_beside_the_result_is_bounded(dtype: torch.dtype) -> None:
         programs = plan.tiles * plan.splits * 8
         held = programs * kernel.partial_bytes(call, plan.tile) if plan.splits > 1 else 0
         largest = max(largest, held)
-        assert held <= kernel.MOST_PARTIAL_BYTES == 64 << 20
+        assert held <= MOST_PARTIAL_BYTES == 64 << 20
         # Every query has a tile, and long slots with few queries find many programs.
         assert plan.tiles * plan.tile.rows >= 4 * queries
         assert rows > 1 or slots < 8192 or programs >= 0.7 * H200.multiprocessors
@@ -367,8 +367,6 @@ def test_memory_beside_the_result_is_bounded(dtype: torch.dtype) -> None:
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_memory_on_a_gpu_is_bounded() -> None:
-    from kvsketch.ops.past_attention import kernel
-
     device = torch.device("cuda")
     for bits, slots in product((16, 4), (1, 1000, 32768)):
         call = make_call(device, 1, slots, (bits, bits), 4, 128, heads=8)
@@ -381,7 +379,7 @@ def test_memory_on_a_gpu_is_bounded() -> None:
             result = ops.past_attention(q, *call[1:6])
             taken = torch.cuda.max_memory_allocated() - before
             given = sum(part.numel() * part.element_size() for part in result)
-            assert taken <= given + kernel.MOST_PARTIAL_BYTES + (4 << 20)
+            assert taken <= given + MOST_PARTIAL_BYTES + (4 << 20)
 
 
 @pytest.mark.parametrize(

@@ -32,6 +32,7 @@ from vllm.v1.kv_cache_interface import AttentionSpec, CircularBufferSpec
 
 from kvsketch.integrations.vllm import CONNECTOR, layers, settings
 from kvsketch.integrations.vllm.behind import Prompt
+from kvsketch.integrations.vllm.causal import flash_attention
 from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.page_map import PageMap
 from kvsketch.integrations.vllm.paged import PagedLayer
@@ -348,8 +349,9 @@ class KVSketchImpl(AttentionImpl[Any]):
         if isinstance(self.method, WaitingMethod):
             self._join(self.method, layer, ours, place, block_size)
         else:
-            self.layer = PagedLayer(self.method, place, self.scale, self.options)
             sizes = self.head_size, layer.head_size_v
+            flash = flash_attention(*sizes, layer.kv_cache_torch_dtype)
+            self.layer = PagedLayer(self.method, place, self.scale, self.options, flash)
             shape = self.layer.page_shape(self.num_kv_heads, *sizes, layer.kv_cache_torch_dtype)
             layer.attn_backend = KVSketchBackend.of(shape, block_size, StepBuilder)
         slots = block_size if self.layer is None else self.layer.slots
@@ -411,7 +413,9 @@ class KVSketchImpl(AttentionImpl[Any]):
         """The first layer has the pages, the others share them."""
         name, first = next(iter(ours.items()))
         if layer is first:
-            self.joint = JointLayers(method, shares=settings.documents_asked(self.config) is not None)
+            flash = flash_attention(self.head_size, layer.head_size_v, layer.kv_cache_torch_dtype)
+            shares = settings.documents_asked(self.config) is not None
+            self.joint = JointLayers(method, shares=shares, flash=flash)
             shape = self.joint.shape(
                 len(ours), self.num_kv_heads, self.num_heads, self.head_size, layer.head_size_v,
                 layer.kv_cache_torch_dtype, self.config.model_config.max_model_len,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 from inspect import signature
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, ClassVar
 
 import torch
@@ -25,7 +25,8 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import AttentionSpec
 
 from kvsketch.integrations.vllm.backend import KVSketchBackend, KVSketchImpl
-from kvsketch.integrations.vllm.blocks import BlockLayer
+from kvsketch.integrations.vllm.blocks import BlockLayer, Chunks
+from kvsketch.integrations.vllm.causal import flash_attention
 from kvsketch.integrations.vllm.settings import (
     block_codecs,
     chosen_full,
@@ -33,6 +34,7 @@ from kvsketch.integrations.vllm.settings import (
     refuse_drafts,
     refuse_layer,
 )
+from kvsketch.ops.past_attention import MOST_PARTIAL_BYTES
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, whose level and form it takes
@@ -73,7 +75,7 @@ class BlockStep(AttentionMetadata):
     lengths: Tensor  # [requests] int32, tokens of each with those of this forward
     slots: Tensor  # [tokens] int64, where each goes; -1: nowhere
     singles: int  # the first so many requests have one token each
-    spans: list[tuple[int, int, int, int]]  # of the others: number, first token, the one behind its last, tokens seen
+    chunks: Chunks | None = None  # of the others, behind the single tokens
     readings: dict[BlockShape, Reading] = field(default_factory=dict)  # of the single tokens
 
     def reading(self, shape: BlockShape) -> Reading:
@@ -101,15 +103,17 @@ class BlockStepBuilder(AttentionMetadataBuilder[BlockStep]):
         starts = common.query_start_loc_cpu[: count + 1].tolist()
         lengths = [end - start for start, end in pairwise(starts)]
         # A captured step has a row for each request, also for those that nobody stands behind.
-        singles = count
-        spans = []
+        singles, chunks = count, None
         if common.max_query_len > 1:
             singles = next((i for i, length in enumerate(lengths) if length != 1), count)
             known = common.seq_lens_cpu_upper_bound
             ends = (common.seq_lens if known is None else known)[:count].tolist()
-            spans = [(i, starts[i], starts[i + 1], ends[i] - lengths[i]) for i in range(singles, count) if lengths[i]]
+            there = [i for i in range(singles, count) if lengths[i]]
+            begin = [0, *accumulate(lengths[i] for i in there)]
+            table = common.block_table_tensor[torch.tensor(there, device=self.device)]
+            chunks = Chunks.of(begin, [ends[i] - lengths[i] for i in there], table)
         slots = common.slot_mapping[: common.num_actual_tokens]
-        return BlockStep(common.block_table_tensor[:count], common.seq_lens[:count], slots, singles, spans)
+        return BlockStep(common.block_table_tensor[:count], common.seq_lens[:count], slots, singles, chunks)
 
 
 class BlockImpl(KVSketchImpl):
@@ -137,7 +141,8 @@ class BlockImpl(KVSketchImpl):
         name, layer = next((name, layer) for name, layer in layers if getattr(layer, "impl", None) is self)
         key, value = block_codecs(self.full, extract_layer_index(name), self.head_size, layer.head_size_v)
         shape = BlockShape(self.num_kv_heads, key, value)
-        self.blocks = BlockLayer.of(shape, self.scale, torch.device(self.config.device_config.device))
+        flash = flash_attention(self.head_size, layer.head_size_v, act_dtype)
+        self.blocks = BlockLayer.of(shape, self.scale, torch.device(self.config.device_config.device), flash)
         # vLLM keeps buffers of the model through a sleep of level 2.
         layer.register_buffer("kvsketch_key_center", self.blocks.key_center, persistent=False)
         layer.register_buffer("kvsketch_value_center", self.blocks.value_center, persistent=False)
@@ -165,23 +170,24 @@ class BlockImpl(KVSketchImpl):
         blocks, step = self.blocks, attn_metadata
         assert blocks is not None
         if step is None:
-            # vLLM measures memory: a later chunk reads what is behind it, at most a whole text.
-            longest = self.config.model_config.max_model_len
-            torch.empty(blocks.past_bytes(longest, query.dtype), dtype=torch.uint8, device=query.device)
+            # vLLM measures memory: chunks take two results, which are joined, and parts of one of them.
+            held = [torch.empty_like(output) for _ in range(2)]
+            held.append(output.new_empty(MOST_PARTIAL_BYTES // output.itemsize))
             return output.fill_(0)
         pool = bytes_of(kv_cache)
         count = len(step.slots)
         key, value = key[:count], value[:count]
-        if step.spans:
-            _, start, end, seen = max(step.spans, key=lambda span: span[2] - span[1])
-            blocks.learn(pool, seen, key[start:end], value[start:end], step.slots[start:end])
+        chunks, behind = step.chunks, slice(step.singles, count)
+        if chunks is not None:
+            which = max(range(len(chunks.seen)), key=lambda i: chunks.starts[i + 1] - chunks.starts[i])
+            most = slice(step.singles + chunks.starts[which], step.singles + chunks.starts[which + 1])
+            blocks.learn(pool, chunks.seen[which], key[most], value[most], step.slots[most])
         blocks.write(pool, key, value, step.slots)
         if step.singles:
             new = slice(0, step.singles)
             output[new] = blocks.decode(pool, step.reading(blocks.shape), query[new])
-        for request, start, end, seen in step.spans:
-            tokens = (x[start:end] for x in (query, key, value))
-            output[start:end] = blocks.prefill(pool, step.table[request], seen, *tokens)
+        if chunks is not None:
+            output[behind] = blocks.read_chunks(pool, chunks, query[behind], key[behind], value[behind])
         return output
 
 

@@ -1,8 +1,8 @@
 """Attention of one layer over blocks of quantised tokens, which requests share; knows nothing of vLLM.
 
 New tokens are written first. Single tokens of many requests are one batch, and read blocks alone. Several tokens, a
-prompt or a chunk of it, are read request by request: they attend to each other as they are, and to those before them
-as the blocks hold them.
+prompt or a chunk of it, attend to each other as they are, and to those before them as the blocks hold them; chunks of
+many requests are read together.
 
 A block may serve any request, so that the centers belong to the layer and not to a text: they are the mean of the
 first prompt that is read. What is common to keys is the model's, and a text is centered almost as well by another one
@@ -15,17 +15,39 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 import torch
 from torch import Tensor
 
 from kvsketch import ops
-from kvsketch.ops.codec import STEP_DTYPE
+from kvsketch.integrations.vllm.causal import Flash, causal_attention
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading, TokenBlocks, block_attention, write_tokens
 from kvsketch.slots.codes import EXACT
 
 ENOUGH = 512  # tokens after which the centers stay
 GROWTH = 4  # a prompt moves the centers if it has so many times the tokens that they are the mean of
+
+
+@dataclass
+class Chunks:
+    """Several tokens of each of B requests, one request behind the other."""
+
+    starts: list[int]  # [B + 1], the first token of each, and the one behind the last
+    seen: list[int]  # [B], tokens of each before them
+    table: Tensor  # [B, M], blocks of each
+    begin: Tensor  # `starts` on the device
+    before: Tensor  # `seen` there
+
+    @classmethod
+    def of(cls, starts: list[int], seen: list[int], table: Tensor) -> Chunks:
+        begin, before = (torch.tensor(each, dtype=torch.int32) for each in (starts, seen))
+        near = (each.to(table.device, non_blocking=True) for each in (begin, before))
+        return cls(starts, seen, table, *near)
+
+    @property
+    def longest(self) -> int:
+        return max(end - start for start, end in pairwise(self.starts))
 
 
 @dataclass
@@ -36,25 +58,18 @@ class BlockLayer:
     scale: float
     key_center: Tensor  # [H, D] float32
     value_center: Tensor  # [H, Dv] float32
+    flash: Flash | None = None  # what reads new tokens faster than ours
     known: int = 0  # tokens that the centers are the mean of
 
     @classmethod
-    def of(cls, shape: BlockShape, scale: float, device: torch.device) -> BlockLayer:
+    def of(cls, shape: BlockShape, scale: float, device: torch.device, flash: Flash | None = None) -> BlockLayer:
         """A layer that has read nothing: its centers are zero."""
         key, value = (torch.zeros(shape.heads, codec.size, device=device) for codec in (shape.key, shape.value))
-        return cls(shape, scale, key, value)
+        return cls(shape, scale, key, value, flash)
 
     def blocks(self, pool: Tensor) -> TokenBlocks:
         """The blocks in `pool` [P, bytes of a block]: views of it."""
         return TokenBlocks.of(self.shape, pool, self.key_center, self.value_center)
-
-    def past_bytes(self, tokens: int, dtype: torch.dtype) -> int:
-        """That a chunk behind so many tokens takes while it reads them: their codes, twice, and what they stand for."""
-        each = sum(
-            2 * (codec.code_bytes + STEP_DTYPE.itemsize) + codec.size * dtype.itemsize
-            for codec in (self.shape.key, self.shape.value)
-        )
-        return each * self.shape.heads * tokens
 
     def learns_from(self, tokens: int) -> bool:
         """Whether a prompt of so many tokens, the first ones not counted, moves the centers."""
@@ -85,16 +100,18 @@ class BlockLayer:
         """
         return block_attention(q, self.blocks(pool), reading, self.scale)
 
-    def prefill(self, pool: Tensor, table: Tensor, seen: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Several tokens of one request, behind `seen` others in the blocks `table` [at least those].
+    def read_chunks(self, pool: Tensor, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Several tokens of each of some requests, all that are given: q [n, Hq, D], k [n, H, D], v [n, H, Dv].
 
-        q [n, Hq, D], k [n, H, D], v [n, H, Dv]; returns [n, Hq, Dv].
+        Returns [n, Hq, Dv]. What lies in blocks is read as it is: no copy of a request's tokens is made.
         """
-        query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
-        past = None
-        if seen:
-            owned = table[: -(-seen // TOKENS)].long().unsqueeze(0)
-            before = [part.of_requests(owned).decoded(q.dtype)[:, :, :seen] for part in self.blocks(pool).parts]
-            past = ops.Past(before[0], before[1], None, None)
-        attended: Tensor = ops.chunk_attention(query, keys, values, self.scale, past=past)
-        return attended[0].transpose(0, 1)
+        attended = causal_attention(self.flash, q, k, v, self.scale, chunks.starts)
+        if not any(chunks.seen):
+            return attended.out[0].transpose(0, 1)
+        keys, values = (part.in_place(chunks.table) for part in self.blocks(pool).parts)
+        lengths = chunks.before.unsqueeze(1).expand(-1, self.shape.heads).contiguous()
+        past = ops.past_attention(
+            q.transpose(0, 1).unsqueeze(0), keys, values, None, None, self.scale,
+            starts=chunks.begin, longest=chunks.longest, lengths=lengths, blocks=chunks.table,
+        )  # fmt: skip
+        return ops.join_attention(attended, past)[0].transpose(0, 1)

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from kvsketch import ops
 from kvsketch.integrations.vllm.behind import Behind, DueTurn, Prompt, alike
+from kvsketch.integrations.vllm.causal import Flash, causal_attention
 from kvsketch.integrations.vllm.counts import KEPT, REHEARSED, Counts
 from kvsketch.integrations.vllm.divided import DividedPrompt
 from kvsketch.integrations.vllm.document_index import Stored, Use
@@ -63,6 +64,7 @@ class JointLayers:
 
     method: WaitingMethod
     shares: bool = False  # whether requests may continue documents
+    flash: Flash | None = None  # what reads whole prompts faster than ours
     places: list[LayerContext] = field(default_factory=list)
     scales: list[float] = field(default_factory=list)
     options: list[dict[str, Any]] = field(default_factory=list)  # softcap and sink_logits of each layer's attention
@@ -347,27 +349,25 @@ class JointLayers:
         document = self._document(forward, page, q.dtype)
         if document is not None:
             query, keys = document.rotation.of(query), document.rotation.of(keys)
-        past, part = None, self._divided(page, seen, len(q), document)
-        if part is not None:
-            table: SlotTable = part.append(layer, keys, values)
-            keys, values = table.key_slots(), table.value_slots()
-        elif seen:
-            assert forward.pages is not None
-            if page not in forward.past:
-                there = forward.pages.take(page, seen, self.settled[page])
-                forward.past[page] = [
-                    table.like(document=self._text_before(layer, page, document)) for layer, table in enumerate(there)
-                ]
-            table = forward.past[page][layer]
+        part = self._divided(page, seen, len(q), document)
+        scale, options = self.scales[layer], self.options[layer]
+        if part is None and seen:
+            table = self._text_of_page(layer, page, seen, document)
             past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
+            out, (_, log_sum) = ops.chunk_attention(
+                query, keys, values, scale, past=past, clip=self.method.clip, return_state=True, **options
+            )
+            own = ops.Part(out, log_sum)
         else:
-            table = self._empty_table(layer, page, document)
-        attended = ops.chunk_attention(
-            query, keys, values, self.scales[layer], past=past, clip=self.method.clip,
-            return_state=document is not None, **self.options[layer],
-        )  # fmt: skip
+            table = self._empty_table(layer, page, document) if part is None else part.append(layer, keys, values)
+            if part is not None:
+                keys, values = table.key_slots(), table.value_slots()
+            starts, key_starts = [0, len(q)], [0, keys.shape[2]]
+            q, k, v = (x[0].transpose(0, 1) for x in (query, keys, values))
+            own = causal_attention(self.flash, q, k, v, scale, starts, key_starts, **options)
+        attended = own.out
         if document is not None:
-            attended = document.joined(layer, query, attended, self.scales[layer], self.options[layer].get("softcap"))
+            attended = ops.join_attention(own, document.read(layer, query, scale, options.get("softcap")))
         table.forward.scale = self.scales[layer]
         if part is not None:
             part.score(layer, query)
@@ -376,7 +376,18 @@ class JointLayers:
             table.count(prompt_tokens=self.prompt_tokens(page, table.seen))
             self._reader(page).compress(table, query)
             forward.taken.setdefault(page, []).append(table)
-        return cast(Tensor, attended[0].transpose(0, 1))
+        return attended[0].transpose(0, 1)
+
+    def _text_of_page(self, layer: int, page: int, seen: int, document: Beside | None) -> SlotTable:
+        """What the request in a page has read before this forward."""
+        forward = self._forward()
+        assert forward.pages is not None
+        if page not in forward.past:
+            there = forward.pages.take(page, seen, self.settled[page])
+            forward.past[page] = [
+                table.like(document=self._text_before(layer, page, document)) for layer, table in enumerate(there)
+            ]
+        return forward.past[page][layer]
 
     def _empty_table(self, layer: int, page: int, document: Beside | None) -> SlotTable:
         return SlotTable(self.places[layer], document=self._text_before(layer, page, document))

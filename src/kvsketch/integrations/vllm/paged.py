@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.integrations.vllm.causal import Flash, causal_attention
 from kvsketch.methods.base import BudgetedMethod
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import CLOCK, Pages, PageShape, like_table
@@ -30,6 +31,7 @@ class PagedLayer:
     place: LayerContext
     scale: float
     options: dict[str, Any] = field(default_factory=dict)  # softcap and sink_logits of its attention
+    flash: Flash | None = None  # what reads whole prompts faster than ours
 
     @property
     def slots(self) -> int:
@@ -72,10 +74,13 @@ class PagedLayer:
         """Several tokens of one request in `page` [1]: q [n, Hq, D], k [n, H, D], v [n, H, Dv]; returns [n, Hq, Dv]."""
         query, keys, values = (x.transpose(0, 1).unsqueeze(0) for x in (q, k, v))
         table = pages.take(page, seen) if seen else self._empty()
-        past = None if table.empty else ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
-        attended, (_, row_lse) = ops.chunk_attention(
-            query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True, **self.options
-        )
+        if table.empty:
+            out, row_lse = causal_attention(self.flash, q, k, v, self.scale, [0, len(q)], **self.options)
+        else:
+            past = ops.Past(table.key_slots(), table.value_slots(), *table.log_weights())
+            out, (_, row_lse) = ops.chunk_attention(
+                query, keys, values, self.scale, past=past, clip=self.method.clip, return_state=True, **self.options
+            )
         # All pages of a layer have the size that a long prompt leaves there, however long this one is.
         table.append(keys, values, CLOCK if self.method.shaped_by_prompt else None)
         table.forward.scale = self.scale
@@ -83,4 +88,4 @@ class PagedLayer:
         table.forward.note_attention(row_lse if self.method.wants_row_lse and plain else None)
         self.method.compress(table, query)
         pages.put(page, table.bound(self.slots - 1) if table.exact else table)
-        return attended[0].transpose(0, 1)
+        return out[0].transpose(0, 1)

@@ -23,7 +23,9 @@ from kvsketch.ops.common.ragged import Ragged
 from kvsketch.ops.join_attention import Part
 from kvsketch.ops.weighted_attention import Arguments as WeightedArguments
 
-__all__ = ["Arguments", "past_attention"]
+__all__ = ["MOST_PARTIAL_BYTES", "Arguments", "past_attention"]
+
+MOST_PARTIAL_BYTES = 64 << 20  # that a call takes beside its result
 
 
 def past_attention(
@@ -54,7 +56,7 @@ def past_attention(
 
     Returns out [B or 1, Hq, N, Dv] in the dtype of q, 0 where a row has no slot, and the logarithm of the denominator
     [B or 1, Hq, N] float32, -inf there. Beside them a call takes a bounded number of bytes, whatever N and S
-    (`kernel.MOST_PARTIAL_BYTES`).
+    (`MOST_PARTIAL_BYTES`).
     """
     call = Arguments(
         q, k, v, log_num, log_den, scale, starts, longest, softcap, lengths, ragged, blocks

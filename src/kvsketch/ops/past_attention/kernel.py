@@ -27,7 +27,7 @@ from kvsketch.ops.codec import Codec, CodedSlots
 from kvsketch.ops.common.device import Device, TileLaunch, device_traits, on
 from kvsketch.ops.common.kernel import LN2, LOG2E, NEG_INF, block_of, dot, gather_tile, load_columns, tanh_ratio
 from kvsketch.ops.common.quantised import byte_vectors, channels_of, load_bytes, load_masked, share_of, width_of
-from kvsketch.ops.common.sizes import cdiv, next_power_of_2
+from kvsketch.ops.common.sizes import cdiv
 from kvsketch.ops.common.sums import add_terms, join_sums, load_weights, no_terms, normalizer, store_sums
 from kvsketch.ops.common.tensors import (
     KERNEL_DTYPES,
@@ -40,13 +40,13 @@ from kvsketch.ops.common.tensors import (
     slot_strides,
 )
 from kvsketch.ops.join_attention import Part
-from kvsketch.ops.past_attention import Arguments, empty_part
+from kvsketch.ops.past_attention import MOST_PARTIAL_BYTES, Arguments, empty_part
 
-MOST_PARTIAL_BYTES = 64 << 20  # that a call holds beside its result
 MOST_SPLITS = 64  # programs that share the slots of a head
 UNEVEN = 4  # programs that are launched for each that runs at a time, where heads may differ in length
 COMBINED_ROWS = 16  # of a program that combines
 EXACT_BLOCK = tl.constexpr(16)  # exact slots of a head, at most
+HEADS_BLOCK = tl.constexpr(128)  # heads of all rows whose lengths are added at a time
 
 
 def supported(call: Arguments) -> bool:
@@ -185,7 +185,7 @@ def past_attention(call: Arguments, launch: Plan | None = None) -> Part:
             exact_strides=None if exact_at is None else exact_at.stride()[:2],
             block_stride=0 if call.blocks is None else call.blocks.stride(0),
             BLOCK_N=tile.columns, BLOCK_T=0 if call.blocks is None else call.k.shape[2],
-            EXACT=0 if exact_at is None else exact_at.shape[2], ALL_HEADS=next_power_of_2(call.rows * heads),
+            EXACT=0 if exact_at is None else exact_at.shape[2],
             STAGES=tile.stages, num_warps=tile.warps, **shared,
             **({} if tile.registers is None else {"maxnreg": tile.registers}),
         )  # fmt: skip
@@ -204,7 +204,7 @@ def _shared(call: Arguments, launch: Plan, out: Tensor, log_sum: Tensor) -> dict
     return {
         "start_ptr": contiguous(call.starts), "log_ptr": log_sum, "queries": call.q.shape[2], "batch": call.rows,
         "out_strides": out.stride()[:3], "GROUP": group, "BLOCK_M": launch.tile.rows, "TIED": call.tied,
-        "STEPS": call.rows.bit_length(), "PRECISION": "ieee" if torch.version.hip else "tf32x3",
+        "PRECISION": "ieee" if torch.version.hip else "tf32x3",
     }  # fmt: skip
 
 
@@ -216,7 +216,7 @@ def _packed(exact_at: Tensor) -> Tensor:
 
 
 @triton.jit
-def row_of_tile(start_ptr, tile, batch, queries, GROUP: tl.constexpr, BLOCK_M: tl.constexpr, STEPS: tl.constexpr):
+def row_of_tile(start_ptr, tile, batch, queries, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
     """The row of the batch that a tile of rows belongs to, its number there, the first query of that row, and how many
     it has.
     """
@@ -224,8 +224,8 @@ def row_of_tile(start_ptr, tile, batch, queries, GROUP: tl.constexpr, BLOCK_M: t
         tiles = tl.cdiv(GROUP * queries, BLOCK_M)
         return tile // tiles, tile % tiles, 0, queries
     else:
-        low, high = 0, batch - 1
-        for _ in range(STEPS):
+        low, high = tl.zeros([], tl.int32), tl.zeros([], tl.int32) + batch - 1
+        while low < high:
             middle = (low + high + 1) // 2
             begins = tl.load(start_ptr + middle).to(tl.int32) * GROUP // BLOCK_M + middle
             low, high = tl.where(begins <= tile, middle, low), tl.where(begins <= tile, high, middle - 1)
@@ -237,21 +237,23 @@ def row_of_tile(start_ptr, tile, batch, queries, GROUP: tl.constexpr, BLOCK_M: t
 @triton.jit
 def pieces_of_head(
     length, length_ptr, start_ptr, slots_total, splits, resident, heads, tiles, batch, queries,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, ALL_HEADS: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Programs that share a head of `length` slots: as many as its share of all slots is of the resident programs."""
     each = 1.0 * slots_total
     share = each * tiles * heads
     if length_ptr is not None:
-        number = tl.arange(0, ALL_HEADS)
-        inside = number < batch * heads
-        lengths = tl.load(length_ptr + number, mask=inside, other=0).to(tl.float32)
-        if start_ptr is None:
-            share = tl.sum(lengths, 0) * tl.cdiv(GROUP * queries, BLOCK_M)
-        else:
-            row = number // heads
-            count = tl.load(start_ptr + row + 1, mask=inside, other=0) - tl.load(start_ptr + row, mask=inside, other=0)
-            share = tl.sum(lengths * tl.cdiv(count.to(tl.int32) * GROUP, BLOCK_M), 0)
+        share = tl.zeros([], tl.float32)
+        for begin in range(0, batch * heads, HEADS_BLOCK):
+            number = begin + tl.arange(0, HEADS_BLOCK)
+            inside = number < batch * heads
+            lengths = tl.load(length_ptr + number, mask=inside, other=0).to(tl.float32)
+            if start_ptr is None:
+                share += tl.sum(lengths, 0) * tl.cdiv(GROUP * queries, BLOCK_M)
+            else:
+                row = start_ptr + number // heads
+                count = tl.load(row + 1, mask=inside, other=0) - tl.load(row, mask=inside, other=0)
+                share += tl.sum(lengths * tl.cdiv(count.to(tl.int32) * GROUP, BLOCK_M), 0)
     piece = tl.maximum(share / resident, 1.0 * BLOCK_N)
     pieces = (length / piece + 0.5).to(tl.int32)
     return tl.maximum(1, tl.minimum(splits, pieces))
@@ -413,13 +415,13 @@ def past_kernel(
     out_ptr, log_ptr, acc_ptr, sums_ptr, scale, softcap, slots_total, splits, resident, queries, batch,
     q_strides, out_strides, num_strides, den_strides, exact_strides, block_stride,
     GROUP: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_T: tl.constexpr, EXACT: tl.constexpr,
-    ALL_HEADS: tl.constexpr, STAGES: tl.constexpr, STEPS: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
+    STAGES: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Attention of a tile of rows to the slots of their KV head, or the sums over one piece of these."""
     D: tl.constexpr = keys.size
     heads, h = tl.num_programs(1), tl.program_id(1)
     split, number = tl.program_id(0) % splits, tl.program_id(0) // splits
-    b, tile, first, count = row_of_tile(start_ptr, number, batch, queries, GROUP, BLOCK_M, STEPS)
+    b, tile, first, count = row_of_tile(start_ptr, number, batch, queries, GROUP, BLOCK_M)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     at, query, head, inside, out_rows, log_rows = places_of_rows(
         row, b, h, first, count, queries, heads, out_strides, start_ptr is not None, GROUP
@@ -434,7 +436,7 @@ def past_kernel(
     if acc_ptr is not None:
         pieces = pieces_of_head(
             limit, length_ptr, start_ptr, slots_total, splits, resident, heads, tl.num_programs(0) // splits, batch,
-            queries, GROUP, BLOCK_M, BLOCK_N, ALL_HEADS,
+            queries, GROUP, BLOCK_M, BLOCK_N,
         )  # fmt: skip
         tiles = tl.cdiv(limit, BLOCK_N)
         begin, end = tiles * split // pieces * BLOCK_N, tl.minimum(tiles * (split + 1) // pieces * BLOCK_N, limit)
@@ -614,14 +616,13 @@ def slot_pointers(base, slot, by_block, by_slot, block_ptr, b, block_stride, the
 @triton.jit(do_not_specialize=["splits", "queries", "batch"])
 def combine_kernel(
     values, acc_ptr, sums_ptr, start_ptr, out_ptr, log_ptr, splits, queries, batch, out_strides,
-    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, STEPS: tl.constexpr, TIED: tl.constexpr,
-    PRECISION: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_M: tl.constexpr, ROWS: tl.constexpr, TIED: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The output of ROWS rows from the sums of the programs that have shared their slots."""
     EACH: tl.constexpr = BLOCK_M // ROWS
     heads, h = tl.num_programs(1), tl.program_id(1)
     number, inner = tl.program_id(0) // EACH, tl.program_id(0) % EACH * ROWS
-    b, tile, first, count = row_of_tile(start_ptr, number, batch, queries, GROUP, BLOCK_M, STEPS)
+    b, tile, first, count = row_of_tile(start_ptr, number, batch, queries, GROUP, BLOCK_M)
     row = tile * BLOCK_M + inner + tl.arange(0, ROWS)
     _at, _query, _head, inside, out_rows, log_rows = places_of_rows(
         row, b, h, first, count, queries, heads, out_strides, start_ptr is not None, GROUP

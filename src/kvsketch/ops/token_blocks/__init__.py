@@ -82,16 +82,27 @@ class Part:
 
     def of_requests(self, table: Tensor) -> CodedSlots:  # [B, H, M T, D]
         """The tokens of requests whose blocks are `table` [B, M]."""
-        batch, heads = len(table), len(self.center)
         codes = self.codes[table].transpose(1, 2).flatten(2, 3)
         steps = self.steps[table].transpose(1, 2).flatten(2, 3)
+        return CodedSlots(self.codec, *self._beside(table), codes, steps)
+
+    def in_place(self, table: Tensor) -> CodedSlots:
+        """All blocks [P, H, T, D], with the center and the first token of each request [B, M]: nothing is copied.
+
+        `ops.past_attention` reads them through the table.
+        """
+        return CodedSlots(self.codec, *self._beside(table), self.codes, self.steps)
+
+    def _beside(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Centers [B, H, D], first tokens [B, H, 0 or 1, D] where they have a second code, and that these are first."""
+        batch, heads = len(table), len(self.center)
         center = self.center.expand(batch, -1, -1)
-        exact, at = center.new_zeros(batch, heads, 0, self.codec.size), table.new_zeros(batch, heads, 0).int()
-        if self.first is not None and self.first_step is not None and table.shape[1]:
-            levels = self.first[table[:, :1]].float() - self.first_codec.half_range
-            exact = (levels * self.first_step[table[:, :1]].float().unsqueeze(-1)).transpose(1, 2)
-            at = at.new_zeros(batch, heads, 1)
-        return CodedSlots(self.codec, center, exact, at, codes, steps)
+        if self.first is None or self.first_step is None or not table.shape[1]:
+            return center, center.new_zeros(batch, heads, 0, self.codec.size), table.new_zeros(batch, heads, 0).int()
+        begins = table[:, 0].long()
+        levels = self.first[begins].float() - self.first_codec.half_range
+        exact = levels * self.first_step[begins].float().unsqueeze(-1)
+        return center, exact.unsqueeze(2), table.new_zeros(batch, heads, 1).int()
 
 
 @dataclass
