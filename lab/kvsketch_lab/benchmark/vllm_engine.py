@@ -178,8 +178,8 @@ class Engine:
         """Bytes that the caches of so many requests take, with the document that they share."""
         layers = self.engine.vllm_config.compilation_config.static_forward_context.values()
         if not keeps_all(self.job.contender):
-            together = next(iter(layers)).impl.together
-            return int(together.shelf.pages.shape.nbytes + requests * together.page.nbytes)
+            joint = next(iter(layers)).impl.joint
+            return int(joint.document_pool.pages.shape.nbytes + requests * joint.page.nbytes)
         tokens = len(self.document) + requests * (self.job.question + self.job.new_tokens)
         if self.job.contender not in OWN:
             return sum(layer.impl.blocks.shape.nbytes for layer in layers) * tokens // BLOCK
