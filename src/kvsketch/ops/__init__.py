@@ -32,6 +32,7 @@ writing slots
     keep_queries         some quantised queries of new tokens, until the tokens are rehearsed; kept_queries: back
     hot_rows             rows of a store in host memory, copied to places on the device
     gather_rows_of       rows of several matrices, copied into one (gather_rows)
+    take_rows            rows of one tensor in another order, some of them missing
     work_list            which program reads which slots of heads that differ in size, decided on the device
 fitting slots
     refit_steps          steps of many small least-squares problems at once
@@ -79,6 +80,7 @@ from kvsketch.ops.rotate_queries import rotate_by, rotate_queries
 from kvsketch.ops.select_clusters import cluster_scores, select_clusters
 from kvsketch.ops.select_pages import select_pages, widen_pages
 from kvsketch.ops.slot_update import free_lowest, write_token
+from kvsketch.ops.take_rows import take_rows
 from kvsketch.ops.weighted_attention import weighted_attention
 
 __all__ = [
@@ -119,6 +121,7 @@ __all__ = [
     "rotate_queries",
     "select_clusters",
     "select_pages",
+    "take_rows",
     "uniform",
     "weighted_attention",
     "widen_pages",

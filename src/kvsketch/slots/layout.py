@@ -17,6 +17,7 @@ from torch import Tensor
 
 from kvsketch.ops.common.device import device_traits
 from kvsketch.ops.common.ragged import Ragged, readers, work_list
+from kvsketch.ops.take_rows import take_rows
 from kvsketch.slots.tensors import uploaded
 
 
@@ -52,7 +53,7 @@ class Layout(Ragged):
 
     def packed(self, slots: Tensor) -> Tensor:  # [N, ...]
         """Slots [B, H, at least S, ...] of equal heads in the flat store; the device is not asked."""
-        return slots.flatten(0, 2).index_select(0, self.places(slots.shape[2]))
+        return take_rows(slots.flatten(0, 2), self.places(slots.shape[2]))
 
     def places(self, length: int) -> Tensor:  # [N]
         """The slots of the flat store among those of equal heads of this length."""

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from torch import Tensor
 
+from kvsketch.ops.take_rows import take_rows
 from kvsketch.slots.layout import Layout
 from kvsketch.slots.tensors import filled
 
@@ -22,7 +23,7 @@ def pack(table: SlotTable, capacity: Tensor) -> None:
     assert table.layout is None
     layout = Layout.of(capacity, bool(table.context.bits), table.device)
     places = functools.cache(layout.places)
-    table.parts.pack(lambda slots: slots.flatten(0, 2).index_select(0, places(slots.shape[2])))
+    table.parts.pack(lambda slots: take_rows(slots.flatten(0, 2), places(slots.shape[2])))
     table.layout, table.length, table.capacity = layout, layout.most, None
 
 

@@ -34,6 +34,7 @@ from torch import Tensor
 from kvsketch import ops
 from kvsketch.ops.codec import CodedSlots
 from kvsketch.ops.slot_update import CLOSED
+from kvsketch.ops.take_rows import take_rows
 from kvsketch.slots import codes, coding, short_rows
 from kvsketch.slots import padding as left_padding
 from kvsketch.slots.codes import PlainSlots, QuantBits, SlotCodes, Slots
@@ -429,8 +430,7 @@ class SlotTable:
         taken, source = source[:-1] >= 0, source[:-1].clamp_min(0)
 
         def moved(slots: Tensor) -> Tensor:
-            rows = slots.flatten(0, 2)
-            return rows.index_select(0, source)
+            return take_rows(slots.flatten(0, 2), source)
 
         in_order = self.exact and self.padding is None
         index = torch.where(taken, source % self.length if in_order else moved(self.index_slots()), -1)

@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsketch.layer_bytes import EXACT_SLOTS, UNIT
+from kvsketch.ops.take_rows import take_rows
 
 MOST_PIECES = 1024  # of one head
 START_UNITS = 2  # that are read in the time that a program takes to start
@@ -66,11 +67,10 @@ class Ragged:
     def unpacking(self) -> Callable[[Tensor, float], Tensor]:
         """The same of several stores, whose slots are looked up once."""
         slot = torch.arange(self.most, device=self.start.device)
-        at = (self.start.unsqueeze(-1) + slot).clamp_max(self.total - 1)
-        inside = self.inside()
+        at = torch.where(self.inside(), self.start.unsqueeze(-1) + slot, -1)
 
         def unpacked(flat: Tensor, fill: float) -> Tensor:
-            return torch.where(inside.view(*at.shape, *[1] * (flat.dim() - 1)), flat[at], fill)
+            return take_rows(flat, at.flatten(), fill).view(*at.shape, *flat.shape[1:])
 
         return unpacked
 
