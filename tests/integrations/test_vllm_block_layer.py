@@ -128,6 +128,18 @@ def test_nothing_is_learnt_from_tests_or_from_what_is_not_finite() -> None:
     assert layer.known == 0 and not layer.key_center.any() and not layer.value_center.any()
 
 
+def test_memory_is_measured_of_a_prompt_and_of_chunks_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, read = BlockLayer.of(BlockShape(2, Codec(4, 32), Codec(4, 32)), 0.2, torch.device("cpu")), []
+    monkeypatch.setattr(
+        BlockLayer, "read_chunks",
+        lambda self, pool, chunks, *tokens: read.append((self.known, chunks.seen, len(tokens[0]), bool(pool.any()))),
+    )  # fmt: skip
+    layer.measure(*(torch.randn(ENOUGH + 9, heads, 32) for heads in (4, 2, 2)))
+    known, count = ENOUGH + 9 - 4, ENOUGH + 9
+    assert read == [(known, [0], count, True), (known, [count], count, True), (known, [count], 2, True)]
+    assert layer.known == 0 and not layer.key_center.any(), "what is measured is no text"
+
+
 def test_a_request_in_a_batch_is_that_request_alone() -> None:
     """Rows of any length, one that shares a block with another, and one that stands for nobody."""
     layer, pool = layer_of(torch.device("cpu"))

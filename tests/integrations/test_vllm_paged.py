@@ -168,6 +168,21 @@ def test_requests_in_pages_are_requests_alone(text: str, options: dict[str, Any]
     assert torch.equal(served.pool[:, end:], before[:, end:]), "bytes between the pages were written"
 
 
+@pytest.mark.parametrize("text", ["h2o:budget=12", "snapkv:budget=12:window=4:bits=4"])
+def test_memory_is_measured_of_a_prompt_and_of_chunks_behind_it(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    served, read, prefill = Served(text), [], PagedLayer.prefill
+    before = served.pool.clone()
+
+    def spied(self: PagedLayer, pages: Pages, page: Tensor, seen: int, *tokens: Tensor) -> Tensor:
+        read.append((seen, len(tokens[0])))
+        return prefill(self, pages, page, seen, *tokens)
+
+    monkeypatch.setattr(PagedLayer, "prefill", spied)
+    served.layer.measure(served.shape, *served.tokens(70))
+    assert read == [(0, 70), (70, 70), (140, 2)]
+    assert torch.equal(served.pool, before), "pages of requests were written"
+
+
 @pytest.mark.parametrize("value", [float("nan"), *also(float("inf"))])
 @pytest.mark.parametrize("text", METHODS + QUANTISED[-4:] + also(*QUANTISED[:-4]))
 def test_a_request_that_was_not_finite_leaves_nothing_in_its_page(text: str, value: float) -> None:

@@ -82,7 +82,7 @@ def test_steps_of_any_number_of_rows_run_the_same_programs() -> None:
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
     launches = [line.split() for line in ran.stdout.splitlines()]
-    assert len(launches) == 3 * 8 + 3 + 5 * 3
+    assert len(launches) == 3 * 8 + 3 + 5 * 3 + 4
     assert len({program for _, program in launches}) == len({name for name, _ in launches}) == 3 + 1 + 5, launches
 
 
@@ -243,6 +243,11 @@ def refit_steps() -> None:
 
 def gather_rows() -> None:
     gather_rows_of(Sources([normal(N, D)], longs(1)), longs(3), longs(3), longs(3, S), 2)
+
+
+def take_rows() -> None:
+    ops.take_rows(normal(S, 2, D), longs(N))
+    ops.take_rows(normal(S), longs(N), 1.0)
 
 
 def keep_queries() -> None:
@@ -457,8 +462,8 @@ CALLS: tuple[Callable[[], None], ...] = (
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
     join_attention, *(partial(kmeans, metric) for metric in METRICS), select_clusters, select_pages,
     leader_clustering, farthest_first, coarse_farthest_first,
-    refit_steps, gather_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir, fold_token,
-    hot_rows, coded_hot_rows, decoder_layer, partial(skinny_matmul, 1),
+    refit_steps, gather_rows, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir,
+    fold_token, hot_rows, coded_hot_rows, decoder_layer, partial(skinny_matmul, 1),
     partial(replay_scores, torch.bfloat16), partial(balance_walk, torch.bfloat16),
 )  # fmt: skip
 
@@ -490,12 +495,12 @@ def steps_that_begin_at(start: int) -> None:
     )
 
 
-def turn_of(tokens: int) -> None:
-    """New tokens of one request behind its page, which are not filled up: queries, keys and values of one product."""
-    layout = replace(Layout.of(longs(1, H) + S, coded=True), most_pieces=400)
+def turn_of(tokens: int, rows: int = 1) -> None:
+    """New tokens of requests behind their pages, which are not filled up: queries, keys and values of one product."""
+    layout = replace(Layout.of(longs(rows, H) + S, coded=True), most_pieces=400)
     codes, steps = zeros(layout.total, D // 2, dtype=torch.uint8), zeros(layout.total, dtype=torch.float16)
-    slots = CodedSlots(Codec(4, D), zeros(1, H, D), zeros(1, H, 4, D), ints(1, H, 4), codes, steps)
-    product = normal(1, tokens, HQ + 2 * H, D).transpose(1, 2)
+    slots = CodedSlots(Codec(4, D), zeros(rows, H, D), zeros(rows, H, 4, D), ints(rows, H, 4), codes, steps)
+    product = normal(rows, tokens, HQ + 2 * H, D).transpose(1, 2)
     q, k, v = product.split([HQ, H, H], 1)
     weights = zeros(layout.total)
     with contextlib.suppress(LaunchedTwice):
@@ -503,12 +508,13 @@ def turn_of(tokens: int) -> None:
     own, state = ops.chunk_attention(q, k, v, 0.1, return_state=True)
     part = Part(own, state[1])
     ops.join_attention(part, part)
-    encode_into(Coded(codes, steps), k, slots.center, slots.codec, longs(1, H, tokens))
+    encode_into(Coded(codes, steps), k, slots.center, slots.codec, longs(rows, H, tokens))
 
 
 NUMBERS_OF_ROWS: tuple[Callable[[], None], ...] = (
     *(partial(rows_of_a_step, rows) for rows in range(9, 17)), *(partial(steps_that_begin_at, at) for at in (0, 1, 3)),
-    *(partial(turn_of, tokens) for tokens in (128, 513, 600)),
+    # Nine requests are so many tiles that no programs share the slots of a head.
+    *(partial(turn_of, tokens) for tokens in (128, 513, 600)), partial(turn_of, 576, rows=9),
 )  # fmt: skip
 
 

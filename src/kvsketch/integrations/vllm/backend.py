@@ -457,12 +457,19 @@ class KVSketchImpl(AttentionImpl[Any]):
             self._forward_together(attn_metadata, kv_cache, query, key, value, output)
         else:
             output.fill_(0)  # vLLM measures memory
-            if self.joint is not None and len(query) == self.config.scheduler_config.max_num_batched_tokens:
-                if self.number == 0:
-                    self.joint.begin(None)
-                self.joint.measure(self.number, query, key, value)
-                self._finish(self.joint)
+            if len(query) == self.config.scheduler_config.max_num_batched_tokens:
+                self._measure(layer, query, key, value)
         return output
+
+    def _measure(self, layer: Any, query: Tensor, key: Tensor, value: Tensor) -> None:
+        """The most tokens that are read at once pass this layer."""
+        if self.layer is not None:
+            self.layer.measure(layer.attn_backend.page, query, key, value)
+        elif self.joint is not None:
+            if self.number == 0:
+                self.joint.begin(None)
+            self.joint.measure(self.number, query, key, value)
+            self._finish(self.joint)
 
     def pool(self, kv_cache: Any) -> Tensor:  # [P, bytes of a page] uint8
         """The pages of this layer, or of all that share it."""

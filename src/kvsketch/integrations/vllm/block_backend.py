@@ -34,7 +34,6 @@ from kvsketch.integrations.vllm.settings import (
     refuse_drafts,
     refuse_layer,
 )
-from kvsketch.ops.past_attention import MOST_PARTIAL_BYTES
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading
 
 logger = init_logger(f"vllm.{__name__}")  # below vLLM's own logger, whose level and form it takes
@@ -170,9 +169,9 @@ class BlockImpl(KVSketchImpl):
         blocks, step = self.blocks, attn_metadata
         assert blocks is not None
         if step is None:
-            # vLLM measures memory: chunks take two results, which are joined, and parts of one of them.
-            held = [torch.empty_like(output) for _ in range(2)]
-            held.append(output.new_empty(MOST_PARTIAL_BYTES // output.itemsize))
+            # vLLM measures memory.
+            if len(query) == self.config.scheduler_config.max_num_batched_tokens:
+                blocks.measure(query, key, value)
             return output.fill_(0)
         pool = bytes_of(kv_cache)
         count = len(step.slots)

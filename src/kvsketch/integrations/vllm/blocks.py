@@ -115,3 +115,17 @@ class BlockLayer:
             starts=chunks.begin, longest=chunks.longest, lengths=lengths, blocks=chunks.table,
         )  # fmt: skip
         return ops.join_attention(attended, past)[0].transpose(0, 1)
+
+    def measure(self, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """As many tokens as are read at once, q [n, Hq, D], k [n, H, D], v [n, H, Dv], are a prompt and chunks behind it.
+
+        They lie in blocks of nobody's. No request then takes more memory, or waits for a kernel to be compiled.
+        """
+        trial, count = BlockLayer.of(self.shape, self.scale, k.device, self.flash), len(k)
+        table = torch.arange(1, 1 - (-count // TOKENS), dtype=torch.int32, device=k.device).unsqueeze(0)
+        pool = torch.zeros(1 + table.shape[1], self.shape.nbytes, dtype=torch.uint8, device=k.device)
+        slots = torch.arange(TOKENS, TOKENS + count, device=k.device)
+        trial.write(pool, k, v, slots)
+        trial.learn(pool, 0, k, v, slots)
+        for seen, new in ((0, count), (count, count), (count, min(2, count))):
+            trial.read_chunks(pool, Chunks.of([0, new], [seen], table), q[:new], k[:new], v[:new])

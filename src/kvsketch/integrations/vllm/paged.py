@@ -89,3 +89,13 @@ class PagedLayer:
         self.method.compress(table, query)
         pages.put(page, table.bound(self.slots - 1) if table.exact else table)
         return out[0].transpose(0, 1)
+
+    def measure(self, shape: PageShape, q: Tensor, k: Tensor, v: Tensor) -> None:
+        """As many tokens as are read at once are a prompt, and chunks behind it, in a page of nobody's.
+
+        No request then takes more memory, or waits for a kernel to be compiled.
+        """
+        pages = Pages(shape, torch.zeros(2, shape.nbytes, dtype=torch.uint8, device=q.device))
+        page, count = torch.ones(1, dtype=torch.int64, device=q.device), len(q)
+        for seen, new in ((0, count), (count, count), (2 * count, min(2, count))):
+            self.prefill(pages, page, seen, q[:new], k[:new], v[:new])

@@ -8,7 +8,8 @@ which are brought below 1. Queries and sums are rotated once for each program, b
 Tiles that end with the head, or have an exact slot, are read under masks, before the others: those need none.
 
 Where there are fewer tiles of rows than a GPU runs programs, several programs share the slots of a head, more of them
-where a head is long. What they sum is held for a second program (`combine_kernel`): at most MOST_PARTIAL_BYTES.
+where a head is long. What they sum is held for a second program (`combine_kernel`): at most MOST_PARTIAL_BYTES. Long
+heads are begun before short ones.
 
 Legend: rows are the G n queries of a KV head and a row of the batch, query by query; the rest as in the package.
 """
@@ -70,13 +71,14 @@ def tile_of(call: Arguments, device: Device) -> tuple[TileLaunch, int]:
     size = max(block_size(call.q.shape[3]), block_size(call.value_size))
     longest = call.q.shape[2] if call.longest is None else call.longest
     rows = block_size(call.q.shape[1] // call.kv_heads * max(1, longest))
+    if call.starts is not None:
+        rows = max(64, rows)  # rows of any lengths come, and programs for few of these sizes are compiled
     roomy = device.shared_bytes > 170 * 1024
     most = 128 if call.blocks is None else int(call.k.shape[2])  # slots of a block lie together
     if call.q.dtype == torch.float32:
         return TileLaunch(min(rows, 32 if size <= 128 else 16), 32, 4, 2), 1
     if rows >= 128 and roomy and size <= 128:
-        coded = isinstance(call.k, CodedSlots) and isinstance(call.v, CodedSlots)
-        return TileLaunch(128, min(most, 128 if coded else 64), 8, 3), 1
+        return TileLaunch(128, min(most, 128), 8, 3), 1
     return TileLaunch(min(rows, 64 if size <= 128 else 32), 64 if roomy or size <= 128 else 32, 4, 3 if roomy else 2), 2
 
 
@@ -162,7 +164,7 @@ def past_attention(call: Arguments, launch: Plan | None = None) -> Part:
     # Laid out as the model reads on: heads next to each other.
     out = torch.empty((batch, queries, query_heads, size), dtype=q.dtype, device=q.device)
     log_sum = torch.empty((batch, query_heads, queries), dtype=torch.float32, device=q.device)
-    acc = sums = None
+    acc = sums = log_sum  # where nothing is shared they are not written
     if launch.splits > 1:
         count = launch.tiles * heads * launch.splits * tile.rows
         acc, sums = (torch.empty(count * n, dtype=torch.float32, device=q.device) for n in (size, 4))
@@ -178,7 +180,7 @@ def past_attention(call: Arguments, launch: Plan | None = None) -> Part:
             q, keys, values, log_num, log_den, exact_at, contiguous(None if ragged is None else ragged.start),
             contiguous(call.lengths if ragged is None else ragged.capacity),
             None if call.blocks is None else dense_last(call.blocks),
-            out_ptr=out if acc is None else None, acc_ptr=acc, sums_ptr=sums,
+            out_ptr=out, acc_ptr=acc, sums_ptr=sums,
             scale=call.scale, softcap=call.softcap, slots_total=call.most_slots, splits=launch.splits,
             resident=launch.resident, q_strides=q.stride()[:3],
             num_strides=outer_strides(log_num), den_strides=outer_strides(log_den),
@@ -189,7 +191,7 @@ def past_attention(call: Arguments, launch: Plan | None = None) -> Part:
             STAGES=tile.stages, num_warps=tile.warps, **shared,
             **({} if tile.registers is None else {"maxnreg": tile.registers}),
         )  # fmt: skip
-        if acc is not None:
+        if launch.splits > 1:
             rows = min(COMBINED_ROWS, tile.rows)
             combine_kernel[(launch.tiles * tile.rows // rows, heads)](
                 values, acc, sums, out_ptr=out, splits=launch.splits,
@@ -232,6 +234,17 @@ def row_of_tile(start_ptr, tile, batch, queries, GROUP: tl.constexpr, BLOCK_M: t
         first = tl.load(start_ptr + low).to(tl.int32)
         count = tl.load(start_ptr + low + 1).to(tl.int32) - first
         return low, tile - (first * GROUP // BLOCK_M + low), first, count
+
+
+@triton.jit
+def head_by_length(length_ptr, heads, number):
+    """The head of a row that has more slots than all but `number` others: the longest are begun first."""
+    head = tl.arange(0, HEADS_BLOCK)
+    length = tl.load(length_ptr + head, mask=head < heads, other=-1).to(tl.int32)
+    longer = length[None, :] > length[:, None]
+    same = (length[None, :] == length[:, None]) & (head[None, :] < head[:, None])
+    rank = tl.sum((longer | same).to(tl.int32), 1)
+    return tl.where(heads <= HEADS_BLOCK, tl.sum(tl.where(rank == number, head, 0), 0), number)
 
 
 @triton.jit
@@ -422,6 +435,8 @@ def past_kernel(
     heads, h = tl.num_programs(1), tl.program_id(1)
     split, number = tl.program_id(0) % splits, tl.program_id(0) // splits
     b, tile, first, count = row_of_tile(start_ptr, number, batch, queries, GROUP, BLOCK_M)
+    if length_ptr is not None:
+        h = head_by_length(length_ptr + b * heads, heads, h)
     row = tile * BLOCK_M + tl.arange(0, BLOCK_M)
     at, query, head, inside, out_rows, log_rows = places_of_rows(
         row, b, h, first, count, queries, heads, out_strides, start_ptr is not None, GROUP
@@ -432,8 +447,8 @@ def past_kernel(
     limit = slots_total
     if length_ptr is not None:
         limit = tl.minimum(tl.load(length_ptr + batch_head).to(tl.int32), slots_total)
-    begin, end = 0, limit
-    if acc_ptr is not None:
+    begin, end = tl.zeros([], tl.int32), limit
+    if splits > 1:
         pieces = pieces_of_head(
             limit, length_ptr, start_ptr, slots_total, splits, resident, heads, tl.num_programs(0) // splits, batch,
             queries, GROUP, BLOCK_M, BLOCK_N,
@@ -587,7 +602,7 @@ def past_kernel(
         # <q, center> is in the logit of every slot alike.
         num_origin += q_center * factor
         den_origin += q_center * factor
-    if acc_ptr is None:
+    if splits == 1:
         if TIED:
             den_origin, den_total = num_origin, num_total
         finish(
@@ -595,12 +610,12 @@ def past_kernel(
             inside, PRECISION,
         )  # fmt: skip
     else:
-        place = ((number * heads + h).to(tl.int64) * splits + split) * BLOCK_M + tl.arange(0, BLOCK_M)
-        store_sums(sums_ptr, place, num_origin, num_total, den_origin, den_total, inside, TIED)
+        held = ((number * heads + h).to(tl.int64) * splits + split) * BLOCK_M + tl.arange(0, BLOCK_M)
+        store_sums(sums_ptr, held, num_origin, num_total, den_origin, den_total, inside, TIED)
         if end > begin:
-            channel, exists = channels_of(values.size, values.bits)
+            channels, exists = channels_of(values.size, values.bits)
             mask = inside[:, None] & exists[None, :]
-            tl.store(acc_ptr + place[:, None] * values.size + channel[None, :], acc, mask=mask)
+            tl.store(acc_ptr + held[:, None] * values.size + channels[None, :], acc, mask=mask)
 
 
 @triton.jit
