@@ -138,4 +138,5 @@ def keep_best(
 def layouts(tables: Sequence[SlotTable], counts: Sequence[Tensor], room: int) -> list[Layout]:
     """Where the heads of each table begin that keep `counts` [B, H] slots and have room for more tokens."""
     capacities, devices = [count + room + 1 for count in counts], [table.device for table in tables]
-    return Layout.of_each(capacities, bool(tables[0].context.bits), devices)
+    # Layers that are decided about as one table go back into a page.
+    return Layout.of_each(capacities, bool(tables[0].context.bits), devices, listed=not tables[0].stacked)

@@ -34,12 +34,18 @@ class Layout(Ragged):
         return cls.of_each([capacity.cpu()], coded, [capacity.device if device is None else device])[0]
 
     @classmethod
-    def of_each(cls, capacities: Sequence[Tensor], coded: bool, devices: Sequence[torch.device]) -> list[Layout]:
-        """Those of several tables, by capacities on the host; their devices are not asked."""
+    def of_each(
+        cls, capacities: Sequence[Tensor], coded: bool, devices: Sequence[torch.device], listed: bool = True
+    ) -> list[Layout]:
+        """Those of several tables, by capacities on the host; their devices are not asked.
+
+        `listed`: whether a step may read them; without a list of work they are copied elsewhere first.
+        """
         parts = []
         for capacity, device in zip(capacities, devices, strict=True):
             start = capacity.flatten().cumsum(0).view(capacity.shape) - capacity
-            parts.append((start, capacity, *work_list(capacity, readers(coded, device_traits(device).multiprocessors))))
+            slots = capacity if listed else torch.zeros_like(capacity)
+            parts.append((start, capacity, *work_list(slots, readers(coded, device_traits(device).multiprocessors))))
         near = iter(uploaded([part for each in parts for part in each], [d for d in devices for _ in range(4)]))
         result = []
         for _, capacity, _, first in parts:

@@ -117,9 +117,10 @@ class BlockLayer:
         return ops.join_attention(attended, past)[0].transpose(0, 1)
 
     def measure(self, q: Tensor, k: Tensor, v: Tensor) -> None:
-        """As many tokens as are read at once, q [n, Hq, D], k [n, H, D], v [n, H, Dv], are a prompt and chunks behind it.
+        """As many tokens as are read at once are a prompt, and chunks behind it.
 
-        They lie in blocks of nobody's. No request then takes more memory, or waits for a kernel to be compiled.
+        q [n, Hq, D], k [n, H, D], v [n, H, Dv] lie in blocks of nobody's. No request then takes more memory, or waits
+        for a kernel to be compiled.
         """
         trial, count = BlockLayer.of(self.shape, self.scale, k.device, self.flash), len(k)
         table = torch.arange(1, 1 - (-count // TOKENS), dtype=torch.int32, device=k.device).unsqueeze(0)

@@ -160,7 +160,9 @@ def load_pieces(acc_ptr, place, column, inside, DV: tl.constexpr):
     return tl.load(acc_ptr + place[:, None] * DV + column[None, :], mask=mask, other=0.0)
 
 
-@triton.jit(do_not_specialize=["splits", "queries", "head_rows", "rotated_splits"])
+@triton.jit(
+    do_not_specialize=["splits", "queries", "head_rows", "rotated_splits"], do_not_specialize_on_alignment=["first_ptr"]
+)
 def combine_kernel(
     acc_ptr, sums_ptr, sink_ptr, first_ptr, center_ptr, sign_ptr, page_ptr, out_ptr, state_ptr,
     log2_clip, center_p, kv_heads, splits, queries, query_heads, head_rows, rotated_splits,

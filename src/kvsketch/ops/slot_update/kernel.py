@@ -126,7 +126,8 @@ def encode_token(
         tl.store(pointers, tl.full((EXACT_BLOCK,), -1, tl.int32), mask=gone & (e < EXACT))
 
 
-@triton.jit
+# How many slots there are, and where a clock lies, differs from step to step.
+@triton.jit(do_not_specialize=["slots", "k_slots", "v_slots"], do_not_specialize_on_alignment=["clock"])
 def _write_coded_token(
     new_key, new_value, k_center, v_center, k_signs, v_signs, k_codes, v_codes, k_steps, v_steps, k_exact, v_exact,
     index, log_den, log_num, score, slot, start, pages, clock, heads, slots, k_slots, v_slots, page_bytes,
