@@ -12,6 +12,7 @@ paged.py           attention over pages that hold one request each
 joint_layers.py    the same for layers that decide together what stays
 behind.py          new tokens behind what pages hold
 divided.py         prompts that vLLM reads in several forwards
+causal.py          whole prompts: by vLLM's flash attention where it is faster
 page_map.py        pages outside of vLLM's pool, and whose they are
 kept_pages.py      pages of ended requests, in which later ones go on
 layers.py          layers with a sliding window stay vLLM's own
