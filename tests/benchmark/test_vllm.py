@@ -59,6 +59,12 @@ def test_an_engine_that_tells_nothing_is_a_failure(monkeypatch: pytest.MonkeyPat
     assert row[FAILED] == "the engine ended with 1 and told nothing"
 
 
+def test_what_an_engine_logs_is_shown(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(vllm, "WORKER", "this")  # a module that prints, and tells nothing
+    assert vllm.run(Job()) == {FAILED: "the engine ended with 0 and told nothing"}
+    assert "Beautiful is better than ugly." in capfd.readouterr().err
+
+
 def test_the_check_is_short_enough_to_be_rehearsed() -> None:
     short = vllm._shortened(METHOD)
     assert short == "rehearse:bits=4:budget=48:wait=64"

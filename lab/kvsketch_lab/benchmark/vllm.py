@@ -187,9 +187,15 @@ def _wait(contender: str) -> int:
 def run(job: Job) -> Fields:
     """What the engine of a job measured, in a process of its own: an engine gives its memory back when that ends."""
     command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
-    ran = subprocess.run(command, stdout=subprocess.PIPE, text=True)
-    lines = [line for line in ran.stdout.splitlines() if line.startswith("{")]
-    if not lines:
-        return {FAILED: f"the engine ended with {ran.returncode} and told nothing"}
-    result: dict[str, Any] = json.loads(lines[-1])
+    told = ""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
+        assert engine.stdout is not None
+        for line in engine.stdout:
+            if line.startswith("{"):
+                told = line
+            else:
+                sys.stderr.write(line)  # vLLM's log: among others, kernels that are compiled while requests wait
+    if not told:
+        return {FAILED: f"the engine ended with {engine.returncode} and told nothing"}
+    result: dict[str, Any] = json.loads(told)
     return result
