@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -37,9 +38,11 @@ def test_steps_behind_one_document(contender: str) -> None:
     assert all(row["cache_bytes"] > 0 and len(row["step_times_ms"]) == 3 for row in result["timed"])
 
 
-def test_chats_find_what_they_said() -> None:
-    (row,) = told(contender=REHEARSE, chats=(2,), turns=1, new=30, answer=10)["timed"]
+def test_chats_find_what_they_said(tmp_path: Path) -> None:
+    trace = tmp_path / "trace.json"
+    (row,) = told(contender=REHEARSE, chats=(2,), turns=1, new=30, answer=10, trace=str(trace))["timed"]
     assert row["chats"] == 2 and row["found"] >= 2 * 200 and 0 < row["later_s"] < row["chats_s"]
+    assert {event.get("name") for event in json.loads(trace.read_text())["traceEvents"]} >= {"aten::mm", "aten::cat"}
 
 
 def test_questions_find_their_text() -> None:

@@ -15,6 +15,7 @@ documents of the plugin, of which it keeps `--kept` tokens; its own budget is fo
 With `--turns N` each of `--batches` chats says `prompt` tokens and N times `--new` more, and gets `--answer` tokens
 each time; a chat goes on as soon as it has its answer. One engine has all of `--batches`, one after the other. Prefix
 caching is on for all: what is timed is whole conversations, and how long a later turn waits for its first token.
+`--trace FILE` then shows where the time of a first and a later turn goes, launch by launch.
 
 With `--questions N` each of `--batches` texts of `prompt` tokens is read once, and then N questions about each, of
 `--new` tokens, are sent at once. vLLM's own caches and `full` find the text by prefix caching, a method by the
@@ -80,11 +81,14 @@ class Vllm(Benchmark):
     chunk: int = option(0, "tokens that vLLM reads in a forward, with chunked prefill; 0: whole prompts", least=0)
     new: int = option(512, "tokens of a later turn, or of a question", least=1)
     answer: int = option(128, "tokens of each answer", least=1)
+    trace: str = option("", "a file, such as trace.json.gz, for a trace of a first and a later turn; with --turns")
     check: bool = option(True, "compare captured tokens with those of eager steps first")
 
     def check_options(self) -> None:
         if self.turns and self.questions:
             raise ValueError("--turns and --questions are two runs; give one of them")
+        if self.trace and not (self.turns and len(self.texts) == 1):
+            raise ValueError(f"--trace {self.trace} is of the chats of one contender; give one, and --turns")
         if importlib.util.find_spec("vllm") is None:
             raise ValueError("vLLM is not installed; pip install 'kvsketch[vllm]'")
         for each in self.texts:
@@ -132,7 +136,7 @@ class Vllm(Benchmark):
         job = Job(
             contender=row["contender"], shape=self.shape, layers=self.layers, prompts=(self.prompt,),
             rows=max(self.batches), chats=self.batches, longest=longest, share=self.share, device=self.device,
-            seed=self.seed, turns=self.turns, new=self.new, answer=self.answer, chunk=self.chunk,
+            seed=self.seed, turns=self.turns, new=self.new, answer=self.answer, chunk=self.chunk, trace=self.trace,
         )  # fmt: skip
         row |= {"turns": self.turns, "new": self.new, "answer": self.answer}
         row |= {"chunk": self.chunk} if self.chunk else {}

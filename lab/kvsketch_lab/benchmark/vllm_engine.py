@@ -13,11 +13,12 @@ import tempfile
 import time
 import traceback
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.profiler import profile
 
 from kvsketch_lab.benchmark.runner import FAILED, Fields
 from kvsketch_lab.benchmark.shapes import SHAPES
@@ -73,6 +74,7 @@ class Job:
     texts: int = 0  # that so many questions are asked about, each of `new` tokens
     questions: int = 0
     chunk: int = 0  # tokens that are read in a forward; 0: whole prompts
+    trace: str = ""  # a file for what chats do, launch by launch
 
     @property
     def times(self) -> bool:
@@ -292,11 +294,22 @@ class Engine:
             "latest_s": max(later), "found": found, "tokens_per_s": sum(map(len, made.values())) / total,
         }  # fmt: skip
 
+    def trace(self, chats: int, file: str) -> None:
+        """A first and a later turn of so many other chats, in Chrome's form; where their time went is printed."""
+        on_gpu, self.job = self.job.device == "cuda", replace(self.job, turns=1, answer=2)
+        with profile() as result:
+            self.conversations(chats)
+        result.export_chrome_trace(file)
+        by = f"self_{'device' if on_gpu else 'cpu'}_time_total"
+        print(result.key_averages().table(sort_by=by, row_limit=40, max_name_column_width=80), file=sys.stderr)
+
     def measured(self) -> Iterator[Fields]:
         """What the job asks for, one after the other."""
         job, fits = self.job, int(self.rows_that_fit())
         if job.chats:
             yield from map(self.conversations, job.chats)
+            if job.trace:
+                self.trace(job.chats[0], job.trace)
         elif job.questions:
             yield self.asked()
         else:
