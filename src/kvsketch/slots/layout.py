@@ -9,7 +9,7 @@ Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -56,6 +56,16 @@ class Layout(Ragged):
     def at(self, slots: Tensor) -> Tensor:  # [B H n]
         """Places of the slots [B, H, n] in the flat store."""
         return (self.start.unsqueeze(-1) + slots).flatten()
+
+    def unpacking(self) -> Callable[[Tensor, float], Tensor]:
+        """`unpacked` for several stores, whose slots are looked up once."""
+        slot = torch.arange(self.most, device=self.start.device)
+        at = torch.where(self.inside(), self.start.unsqueeze(-1) + slot, -1)
+
+        def unpacked(flat: Tensor, fill: float) -> Tensor:
+            return take_rows(flat, at.flatten(), fill).view(*at.shape, *flat.shape[1:])
+
+        return unpacked
 
     def packed(self, slots: Tensor) -> Tensor:  # [N, ...]
         """Slots [B, H, at least S, ...] of equal heads in the flat store; the device is not asked."""

@@ -435,13 +435,6 @@ class JointLayers:
             forward.beside[page] = self.document_pool.beside(forward.pages.planes["uses"][page : page + 1], dtype)
         return forward.beside[page]
 
-    def _stacked_document(self, page: int) -> SlotTable | None:
-        """The document that a request continues, with a batch row for each layer."""
-        use = self.uses.get(page, Use())
-        if self.document_pool is None or not use.place:
-            return None
-        return self.document_pool.pages.stack(use.place, use.tokens, use.tokens)
-
     def _reader(self, page: int) -> WaitingMethod:
         """The method that reads what comes in a page."""
         return self.document_pool.method if self.document_pool is not None and page in self.stores else self.method
@@ -584,8 +577,11 @@ class JointLayers:
         self._put(pages, page, [table])
 
     def _stacked(self, pages: RequestPages, page: int, seen: int) -> SlotTable:
-        """A request of which `seen` tokens are in its page, with a batch row for each layer."""
-        table = pages.stack(page, seen, self.settled[page]).like(document=self._stacked_document(page))
+        """A request of which `seen` tokens are in its page, and its document, with a batch row for each layer."""
+        use, document = self.uses.get(page, Use()), None
+        if self.document_pool is not None and use.place:
+            document = self.document_pool.pages.stack(use.place, use.tokens, use.tokens)
+        table = pages.stack(page, seen, self.settled[page]).like(document=document)
         table.forward.scale = self.scales[0]
         return table
 

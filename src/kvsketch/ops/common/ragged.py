@@ -11,7 +11,6 @@ Legend: B batch rows, H KV heads, S the largest capacity, N the sum of all, P pi
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +20,6 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from kvsketch.layer_bytes import EXACT_SLOTS, UNIT
-from kvsketch.ops.take_rows import take_rows
 
 MOST_PIECES = 1024  # of one head
 START_UNITS = 2  # that are read in the time that a program takes to start
@@ -62,17 +60,9 @@ class Ragged:
 
     def unpacked(self, flat: Tensor, fill: float = 0) -> Tensor:  # [B, H, S, ...]
         """A flat store [N, ...] as equal heads; `fill` stands where a head has no slot."""
-        return self.unpacking()(flat, fill)
-
-    def unpacking(self) -> Callable[[Tensor, float], Tensor]:
-        """The same of several stores, whose slots are looked up once."""
-        slot = torch.arange(self.most, device=self.start.device)
-        at = torch.where(self.inside(), self.start.unsqueeze(-1) + slot, -1)
-
-        def unpacked(flat: Tensor, fill: float) -> Tensor:
-            return take_rows(flat, at.flatten(), fill).view(*at.shape, *flat.shape[1:])
-
-        return unpacked
+        slot, inside = torch.arange(self.most, device=self.start.device), self.inside()
+        at = (self.start.unsqueeze(-1) + slot).clamp_max(self.total - 1)
+        return torch.where(inside.view(*at.shape, *[1] * (flat.dim() - 1)), flat[at], fill)
 
 
 def work_list(capacity: Tensor, by: Readers) -> tuple[Tensor, Tensor]:
