@@ -101,14 +101,11 @@ def require_same(result: list[list[int]], wanted: list[tuple[list[int], torch.Te
 def engine(folder: Path, method: str, **options: Any) -> LLM:
     settings = {
         "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 1024, "attention_backend": "CUSTOM",
-        "dtype": "float32", "disable_log_stats": True,
+        "dtype": "float32", "disable_log_stats": True, "additional_config": {"kvsketch": method},
     } | options  # fmt: skip
     # N-gram drafts import numba. vLLM 0.32 on a CPU looks at every module for kernels and stumbles over this one.
     sys.modules.pop("llvmlite.binding.ffi", None)
-    return LLM(
-        str(folder), skip_tokenizer_init=True, enforce_eager=True,
-        additional_config={"kvsketch": method}, **settings,
-    )  # fmt: skip
+    return LLM(str(folder), skip_tokenizer_init=True, enforce_eager=True, **settings)
 
 
 def served(llm: LLM, texts: list[list[int]], new: int = NEW) -> list[list[int]]:

@@ -24,6 +24,7 @@ from kvsketch.integrations.vllm.settings import (
     bound_captures,
     chosen_full,
     chosen_method,
+    host_places,
     keeps_all,
     most_whole,
     one_request,
@@ -32,6 +33,7 @@ from kvsketch.integrations.vllm.settings import (
     refuse_block_size,
     refuse_config,
     refuse_drafts,
+    refuse_host,
     refuse_layer,
     refuse_maps,
     refuse_pages,
@@ -186,6 +188,41 @@ def test_drafts_that_cannot_be_taken_back_are_refused(method: str, drafts: dict[
         with pytest.raises(ValueError, match=words):
             refuse_drafts(config, parse_method(method), connected=bool(own["connected"]))
     refuse_drafts(SimpleNamespace(speculative_config=None), parse_method("h2o:budget=64"), connected=False)
+
+
+@pytest.mark.parametrize(
+    ("method", "given", "words"),
+    [
+        ("full:bits=4", {}, "full:bits=4 keeps its tokens in vLLM's blocks, and rehearse has pages"),
+        ("h2o:budget=64", {}, "pages of h2o are not used again; use rehearse"),
+        ("rehearse:budget=64", {"caching": False}, "drop --no-enable-prefix-caching"),
+        ("rehearse:budget=64", {"pipeline": 2}, "use --tensor-parallel-size"),
+        ("rehearse:budget=64", {"connected": False}, "--kv-transfer-config"),
+    ],
+)
+def test_memory_of_the_host_that_nobody_would_use_is_refused(method: str, given: dict[str, Any], words: str) -> None:
+    own = {"caching": True, "pipeline": 1, "connected": True} | given
+
+    def config(gb: Any) -> SimpleNamespace:
+        return SimpleNamespace(
+            additional_config={"kvsketch": method, "kvsketch_host_gb": gb},
+            cache_config=SimpleNamespace(enable_prefix_caching=own["caching"]),
+            parallel_config=SimpleNamespace(pipeline_parallel_size=own["pipeline"]),
+        )
+
+    refuse_host(config(0), parse_method(method), bool(own["connected"]))
+    with pytest.raises(ValueError, match=rf"\Akvsketch_host_gb: [^\n]*{words}[^\n]*\Z"):
+        refuse_host(config(1), parse_method(method), bool(own["connected"]))
+
+
+def test_memory_of_the_host_is_counted_in_pages() -> None:
+    assert host_places({}, 10**6) == host_places({"kvsketch_host_gb": 0}, 10**6) == 0
+    assert host_places({"kvsketch_host_gb": 0.0125}, 10**6) == 12
+    for given, words in [("much", "'much' is no number of GB"), (-1, "-1 is no"), (True, "True is no"), (1e-4, "use")]:
+        with pytest.raises(ValueError, match=rf"\Akvsketch_host_gb=[^\n]*{words}[^\n]*\Z"):
+            host_places({"kvsketch_host_gb": given}, 10**6)
+    with pytest.raises(ValueError, match=r"\A[^\n]*knows no 'kvsketch_hostgb'[^\n]*kvsketch_host_gb\Z"):
+        chosen_method({"kvsketch": "rehearse:budget=64", "kvsketch_hostgb": 1})
 
 
 def test_a_layer_with_more_than_causal_attention_is_refused() -> None:

@@ -30,10 +30,14 @@ TIE = 0.002  # in 16 bits: vLLM adds in another order
 
 @pytest.fixture(autouse=True)
 def _one_connector() -> Iterator[None]:
+    yield
+    end_connector()
+
+
+def end_connector() -> None:
+    """A process has one connector, that of its first engine, until it is told that there is none."""
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
-    yield
-    # A process has one connector, that of its first engine, until it is told that there is none.
     ensure_kv_transfer_shutdown()
     gc.collect()
 
@@ -200,6 +204,46 @@ def test_pages_that_are_needed_are_forgotten(folder: Path) -> None:
     assert told(llm, [texts[2]])[0].num_cached_tokens == len(texts[2]) - 1
     assert told(llm, [texts[0]])[0].num_cached_tokens == 0
     assert len(told(llm, chats * 2)) == 8
+
+
+def test_pages_that_are_needed_come_back_from_the_host(folder: Path) -> None:
+    """Two pages for four chats: each is given away before its chat goes on, compressed, exact, and cut back."""
+    method, said = f"{SMALL}:bits=16", prompts(100, 130, 90, 150, 7, 40, 30, 9)
+    chats, turns, end = said[:4], said[4:7], said[7]
+    on_host = {"additional_config": {"kvsketch": method, "kvsketch_host_gb": 0.01}, "num_gpu_blocks_override": 3}
+    results = []
+    for options in (on_host, {}):
+        llm = engine(folder, method, **options)
+        texts, made = [*chats], []
+        for turn in ([], *turns):
+            for number, text in enumerate(texts):
+                (result,) = told(llm, [text + turn])
+                made.append((number, result.num_cached_tokens, *result.outputs[0].token_ids))
+                texts[number] = text + turn + [*result.outputs[0].token_ids]
+        # Many at once, in the pages of each other, each with an edited end.
+        again = told(llm, [text[:-5] + end for text in texts])
+        assert [each.num_cached_tokens for each in again] == [len(text) - 5 for text in texts]
+        results.append((made, tokens(again)))
+        end_connector()
+    # As many tokens are found as where all pages stay, all but the last one of an answer, and answers are the same.
+    assert results[0] == results[1]
+    assert [found for number, found, *_ in results[0][0] if number == 0] == [0, 119, 146, 206]
+
+
+def test_the_caches_are_reset_for_the_host_too(folder: Path) -> None:
+    """vLLM hands out a page after it has reset its own caches alone: what lies there is not kept."""
+    llm = engine(
+        folder, EXACT, num_gpu_blocks_override=3, additional_config={"kvsketch": EXACT, "kvsketch_host_gb": 0.01}
+    )
+    chats = prompts(100, 110, 120)
+    told(llm, chats[:2])
+    llm.reset_prefix_cache()
+    told(llm, [chats[2], chats[2][:-1]])
+    assert [each.num_cached_tokens for each in told(llm, [chats[0] + [5], chats[1] + [5]])] == [0, 0]
+    # With the connector's own, nothing is left on the host either.
+    assert told(llm, [chats[2] + [5]])[0].num_cached_tokens > 0
+    llm.reset_prefix_cache(reset_connector=True)
+    assert [each.num_cached_tokens for each in told(llm, [[*chat, 5, 6] for chat in chats])] == [0, 0, 0]
 
 
 def test_an_aborted_request_leaves_a_page_that_is_right(folder: Path) -> None:

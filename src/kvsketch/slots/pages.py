@@ -380,6 +380,10 @@ class RequestPages:
         """What `source` holds, in `page` too; the device is not asked."""
         for plane in self.planes.values():
             plane[page].copy_(plane[source])
+        self.move_heads(source, page)
+
+    def move_heads(self, source: int, page: int) -> None:
+        """`page` holds what lay in `source`: its heads begin as far from there as the page does."""
         self.planes["start"][page] += (page - source) * self.shape.rows
 
     def cut(self, page: int, tokens: int) -> None:

@@ -15,6 +15,7 @@ divided.py         prompts that vLLM reads in several forwards
 causal.py          whole prompts: by vLLM's flash attention where it is faster
 page_map.py        pages outside of vLLM's pool, and whose they are
 kept_pages.py      pages of ended requests, in which later ones go on
+host_pages.py      those pages in memory of the host, when vLLM needs them
 layers.py          layers with a sliding window stay vLLM's own
 blocks.py          quantised tokens in vLLM's own blocks, for `full`
 block_backend.py   their attention backend

@@ -386,6 +386,7 @@ class KVSketchImpl(AttentionImpl[Any]):
             connected = connect(self.config, beside=bool(outside))
             settings.refuse_share(self.method, connected)
             settings.refuse_drafts(self.config, self.method, connected)
+            settings.refuse_host(self.config, self.method, connected)
             divides = connected and self.config.scheduler_config.enable_chunked_prefill
             longest = self.config.model_config.max_model_len if divides else 0
             self.joint.most_whole = most = settings.most_whole(longest, self.joint.token_bytes, free)
@@ -399,6 +400,7 @@ class KVSketchImpl(AttentionImpl[Any]):
         else:
             forget_connectors()
             settings.refuse_drafts(self.config, self.method, connected=False)
+            settings.refuse_host(self.config, self.method, connected=False)
         if self.joint is not None and (asked := settings.documents_asked(self.config)) is not None:
             settings.refuse_files(self.config, asked)
             self.joint.config = self.config.model_config.hf_text_config

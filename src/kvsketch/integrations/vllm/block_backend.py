@@ -32,6 +32,7 @@ from kvsketch.integrations.vllm.settings import (
     chosen_full,
     refuse_block_size,
     refuse_drafts,
+    refuse_host,
     refuse_layer,
 )
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading
@@ -127,6 +128,7 @@ class BlockImpl(KVSketchImpl):
     def _begin(self) -> None:
         self.full = chosen_full(self.config.additional_config)
         refuse_drafts(self.config, self.full, connected=False)
+        refuse_host(self.config, self.full, connected=False)
         refuse_layer(
             logits_soft_cap=self.options["softcap"], sinks=self.options["sink_logits"],
             linear_attention=True if self.config.model_config.is_hybrid else None,

@@ -12,7 +12,7 @@ its workers before each forward what the scheduler's side has decided. Nothing l
 in a request's page which document it continues, or copies the page that a turn goes on from.
 
 When a request ends and vLLM has let its page go, the page moves to the end of the queue of free pages: it costs nobody
-memory, and is forgotten when vLLM gives it away.
+memory, and is forgotten when vLLM gives it away. With `kvsketch_host_gb` it is copied to the host then (`host_pages`).
 
 The connector also says how long a prompt is, which vLLM does not tell an attention backend: a prompt that is divided
 stays whole until its last chunk has come (`divided`), and a budget may be a share of it.
@@ -39,9 +39,10 @@ from vllm.logger import init_logger
 from vllm.v1.kv_cache_interface import CircularBufferSpec
 
 from kvsketch.integrations.vllm.backend import pool_of
-from kvsketch.integrations.vllm.counts import REUSED, Counts
+from kvsketch.integrations.vllm.counts import FETCHED, REUSED, Counts
 from kvsketch.integrations.vllm.document_index import NAME, STORE, DocumentIndex, Stored, Use
 from kvsketch.integrations.vllm.files import Filed, listed, path_of
+from kvsketch.integrations.vllm.host_pages import HostIndex, HostPool, LeavingPage
 from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.kept_pages import WAIT, LivePage, Turn
 from kvsketch.integrations.vllm.metrics import PromMetrics, Stats
@@ -50,6 +51,7 @@ from kvsketch.integrations.vllm.settings import (
     chosen_method,
     document_method,
     documents_asked,
+    host_places,
     turns_asked,
 )
 
@@ -61,6 +63,7 @@ class Told(KVConnectorMetadata):
     """What the workers are told before a forward, by page."""
 
     number: int = 0  # of the forward
+    saves: dict[int, int] = field(default_factory=dict)  # places on the host, for pages that others have got
     ended: set[int] = field(default_factory=set)  # of requests that have ended, or were preempted
     prompts: dict[int, int] = field(default_factory=dict)  # tokens of the prompts of requests that begin
     copies: dict[int, int] = field(default_factory=dict)  # by new page, that of a request that runs
@@ -114,6 +117,9 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             files = listed(self.folder, vllm_config.model_config.hf_text_config, document_method(method, asked))
         self.document_index = DocumentIndex(0 if asked is None else asked.count, files)
         self.kept = turns_asked(vllm_config, method)
+        self.host: HostIndex | None = None
+        self.leaving: dict[int, LeavingPage] = {}  # pages that vLLM gives away in this step
+        self.saves: dict[int, LeavingPage] = {}  # those that another request has got
         self.blocks: Any = None  # vLLM's pool of blocks
         self.held: list[Any] = []  # blocks of kept pages that vLLM has not let go yet, or only just
         self.ended: set[int] = set()
@@ -126,6 +132,12 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         )
         if role == KVConnectorRole.SCHEDULER and self.group is None:
             raise ValueError("KVSketchDocuments needs --attention-backend CUSTOM and a method of kvsketch's")
+        self.places_on_host = 0
+        if self.kept is not None and self.group is not None:
+            page = kv_cache_config.kv_cache_groups[self.group].kv_cache_spec.page_size_bytes
+            self.places_on_host = host_places(vllm_config.additional_config, page)
+        if self.places_on_host and role == KVConnectorRole.SCHEDULER:
+            self.host = HostIndex(self.places_on_host)
         self.failed: set[int] = set()
         self.counts = Counts()
         # Who prints them knows only a connector that was named when vLLM started.
@@ -175,9 +187,16 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             return None
         if asked.array is None or len(asked.array) != request.num_tokens:
             asked.array = np.fromiter(request.all_token_ids, np.int64, request.num_tokens)
-        turn = self.kept.found(asked.array, self._key(request, asked.use), self._live(asked))
+        key = self._key(request, asked.use)
+        turn = self.kept.found(asked.array, key, self._live(asked))
+        if self.host is not None and turn is not WAIT:
+            far = self.host.longest(self.kept, asked.array, key)
+            # Of two as good the near one.
+            turn = max(filter(None, (turn, far)), key=lambda each: each.tokens, default=None)
         if turn is None or turn is WAIT or turn.tokens <= asked.use.before:
             return turn if turn is WAIT else None
+        if turn.on_host:
+            return turn
         block = self.blocks.blocks[turn.source]
         if block.ref_cnt == 0 and turn.tokens == len(self.kept.pages[turn.source].tokens):
             # All of the page is wanted: the request gets the page itself, the next that vLLM gives away.
@@ -214,16 +233,19 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             asked.turn = None
             if asked.use.before:
                 asked.use = Use()
-        if self.kept is not None and (asked.turn is None or asked.page != asked.turn.source):
+        left = self.leaving.pop(asked.page, None)
+        if self.kept is not None and (asked.turn is None or not asked.turn.stays_in(asked.page)):
             self.kept.forget(asked.page)
             self.since[asked.page] = self.number + 1
+            if left is not None:
+                self.saves[asked.page] = left
 
     def build_connector_meta(self, scheduler_output: Any) -> Told:
         self._let_go()
         for request in scheduler_output.preempted_req_ids or ():
             self._preempted(self.requests.get(request))
         self.number += 1
-        told = Told(self.number, self.ended, loads=self.document_index.loads)
+        told = Told(self.number, ended=self.ended, loads=self.document_index.loads)
         self.ended, self.document_index.loads = set(), {}
         counts = scheduler_output.num_scheduled_tokens
         for request, scheduled in counts.items():
@@ -237,6 +259,8 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
                 found = 0 if asked.failed else asked.use.before if asked.turn is None else asked.turn.tokens
                 if found and asked.stores is None:
                     self.counts.add(REUSED, found)
+                if asked.turn is not None and asked.turn.on_host:
+                    self.counts.add(FETCHED, found)
                 continue
             if asked.failed:
                 # vLLM has discarded the tokens that would have failed to load; these it has not.
@@ -250,7 +274,17 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             elif asked.request.num_computed_tokens >= asked.tokens and asked.stores is not None:
                 self.document_index.stored(asked.stores)
             self._copy(told, asked)
+        self._save(told)
         return told
+
+    def _save(self, told: Told) -> None:
+        """Pages that others have got in this step go to the host."""
+        if self.host is not None:
+            sources = {turn.source for turn in told.turns.values() if turn.on_host}
+            for place in sources:
+                self.host.places.use(place)
+            told.saves = self.host.save(self.saves, sources)
+        self.leaving, self.saves = {}, {}
 
     def _copy(self, told: Told, asked: OpenRequest) -> None:
         """Keeps a copy of a page that is about to be decided about, where a page is free that nobody goes on in."""
@@ -343,8 +377,11 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
             self.blocks.unpin_blocks(free, self._given_away)
 
     def _given_away(self, block: Any) -> None:
-        if self.kept is not None:
-            self.kept.pages.pop(block.block_id, None)
+        assert self.kept is not None
+        page, settled = self.kept.pages.pop(block.block_id, None), self.kept.settled.get(block.block_id)
+        # One that stands in the queue is not given away: vLLM resets its caches.
+        if self.host is not None and page is not None and settled is not None and block.prev_free_block is None:
+            self.leaving[block.block_id] = LeavingPage(page, settled)
 
     def update_connector_output(self, connector_output: Any) -> None:
         told = connector_output.kv_connector_worker_meta
@@ -385,6 +422,8 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         """
         if self.kept is not None:
             self.kept.pages.clear()
+        if self.host is not None:
+            self.host.places.clear()
         self._let_go()
         running = {
             name for name, asked in self.requests.items()
@@ -410,6 +449,9 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         joint = self._joint()
         if joint is not None and self.pool is not None:
             told, self.number = connector_metadata, connector_metadata.number
+            if joint.host is not None and told.saves:
+                # First of all: others write to these pages in this step.
+                joint.host.save(joint.pages(self.pool), told.saves, joint.settled, joint.uses)
             joint.forget(told.ended)
             joint.prompts |= told.prompts
             for page in (*told.uses, *told.turns):
@@ -446,6 +488,8 @@ class KVSketchDocuments(KVConnectorBase_V1, SupportsHMA):
         """Pages are written by the layers themselves, but for the document that a request continues."""
         first = next(name for name, layer in self._layers().items() if getattr(layer.impl, "joint", None))
         self.pool = pool_of(kv_caches[first])
+        if self.places_on_host and (joint := self._joint()) is not None and joint.page is not None:
+            joint.host = HostPool.of(self.places_on_host, joint.page.nbytes, joint.pages)
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
         """Nothing is moved."""

@@ -7,9 +7,11 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-REUSED, REHEARSED, KEPT, PAUSE = "tokens_reused", "tokens_rehearsed", "tokens_kept", "longest_pause_seconds"
+REUSED, FETCHED, REHEARSED, KEPT = "tokens_reused", "tokens_fetched", "tokens_rehearsed", "tokens_kept"
+PAUSE = "longest_pause_seconds"
 COUNTERS = {
     REUSED: "Tokens of prompts that were found in kept pages or documents.",
+    FETCHED: "Those of them whose page was copied back from memory of the host.",
     REHEARSED: "Tokens about which it was decided whether they stay.",
     KEPT: "Tokens of a KV head, on average, that stayed after these decisions.",
 }

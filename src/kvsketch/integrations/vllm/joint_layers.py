@@ -29,6 +29,7 @@ from kvsketch.integrations.vllm.divided import DividedPrompt
 from kvsketch.integrations.vllm.document_index import Stored, Use
 from kvsketch.integrations.vllm.document_pool import Beside, DocumentPool
 from kvsketch.integrations.vllm.files import read, write
+from kvsketch.integrations.vllm.host_pages import HostPool
 from kvsketch.integrations.vllm.kept_pages import Turn
 from kvsketch.methods.rehearse import Rehearse
 from kvsketch.methods.waiting import Waiting, WaitingMethod
@@ -79,6 +80,7 @@ class JointLayers:
     most_held: int = 0  # tokens whose keys and values may be held in all layers: of such prompts, and of due turns
     forward: Forward | None = None
     document_pool: DocumentPool | None = None  # of documents that requests continue
+    host: HostPool | None = None  # pages that were given away
     uses: dict[int, Use] = field(default_factory=dict)  # by page, the document that its request continues
     stores: dict[int, Stored] = field(default_factory=dict)  # by page, documents that are about to be read
     counts: Counts = field(default_factory=Counts)
@@ -182,9 +184,12 @@ class JointLayers:
         """A request begins in `page` with tokens that another has read: in the page of that one, or in a copy."""
         opened = self.pages(pool)
         self.divided.pop(page, None)
-        if page != turn.source:
+        if turn.on_host:
+            assert self.host is not None
+            self.settled[page], self.uses[page] = self.host.load(opened, turn.source, page)
+        elif page != turn.source:
             self.copy(pool, turn.source, page)
-        settled, own = self.settled[turn.source], self.own_tokens(page, turn.tokens)
+        settled, own = self.settled[page], self.own_tokens(page, turn.tokens)
         if own < settled:
             opened.cut(page, settled - own)
         self.settled[page] = min(settled, own)
@@ -192,10 +197,7 @@ class JointLayers:
     def copy(self, pool: Tensor, source: int, page: int) -> None:
         """What `source` holds, in `page` too, where nobody runs."""
         self.pages(pool).copy(source, page)
-        self.settled[page] = self.settled[source]
-        self.uses.pop(page, None)
-        if source in self.uses:
-            self.uses[page] = self.uses[source]
+        self.settled[page], self.uses[page] = self.settled[source], self.uses.get(source, Use())
 
     def _load(self, place: int, path: Path) -> bool:
         """Whether a document could be read from its file."""

@@ -24,10 +24,15 @@ REPORT = 8  # tokens after a prompt until which its workers must have said what 
 
 
 class Turn(NamedTuple):
-    """A prompt goes on from the first `tokens` of its own that `source` holds."""
+    """A prompt goes on from the first `tokens` of its own that the page `source` holds, or that place on the host."""
 
     source: int
     tokens: int
+    on_host: bool = False
+
+    def stays_in(self, page: int) -> bool:
+        """Whether the page that its request has got is the source itself."""
+        return not self.on_host and page == self.source
 
 
 WAIT = Turn(0, 0)  # until a prompt like it has been read
@@ -78,10 +83,11 @@ class KeptPages:
         for page in live:
             if page.key != key:
                 continue
-            same, known = _common(page.prompt, prompt[:-1]), 0 if best is None else best.tokens
+            same, known = common_length(page.prompt, prompt[:-1]), 0 if best is None else best.tokens
             if same < max(MIN_SHARED_TOKENS, known + 1):
                 continue
-            if self._can_be_cut(page.page, page.computed, page.before, same) and page.computed >= len(page.prompt):
+            whole = self._can_be_cut(self.settled.get(page.page), page.computed, page.before, same)
+            if whole and page.computed >= len(page.prompt):
                 best = Turn(page.page, same)
             elif page.computed <= len(page.prompt) + REPORT and same > len(page.prompt) - self.recent:
                 waits = max(waits, same)
@@ -89,19 +95,24 @@ class KeptPages:
 
     def longest(self, prompt: np.ndarray, key: Hashable) -> Turn | None:
         """The page from which most of a prompt need not be read; at least its last token is."""
-        wanted = prompt[:-1]
         best: Turn | None = None
         for number, page in self.pages.items():
-            if page.key == key:
-                same = _common(page.tokens, wanted)
-                is_longer = same >= MIN_SHARED_TOKENS and (best is None or same > best.tokens)
-                if is_longer and self._can_be_cut(number, len(page.tokens), page.before, same):
-                    best = Turn(number, same)
+            tokens = self.tokens_of(page, self.settled.get(number), prompt, key)
+            if tokens > (0 if best is None else best.tokens):
+                best = Turn(number, tokens)
         return best
 
-    def _can_be_cut(self, number: int, read: int, before: int, tokens: int) -> bool:
-        """Whether a page of so many tokens that were `read` can be cut back to `tokens`."""
-        settled, own = self.settled.get(number), tokens - before
+    def tokens_of(self, page: KeptPage, settled: int | None, prompt: np.ndarray, key: Hashable) -> int:
+        """Tokens of a prompt that need not be read behind a page, which may be somewhere else; 0: all must be."""
+        if page.key != key:
+            return 0
+        same = common_length(page.tokens, prompt[:-1])
+        whole = same >= MIN_SHARED_TOKENS and self._can_be_cut(settled, len(page.tokens), page.before, same)
+        return same if whole else 0
+
+    def _can_be_cut(self, settled: int | None, read: int, before: int, tokens: int) -> bool:
+        """Whether a page of so many tokens that were `read`, and `settled`, can be cut back to `tokens`."""
+        own = tokens - before
         if settled is None or own < 1:
             return False
         # A step under way may bring one token more, and a decision with it.
@@ -114,7 +125,7 @@ class KeptPages:
         return settled is not None and self.wait - SOON <= read - before - settled < self.wait - SOON // 2
 
 
-def _common(one: np.ndarray, other: np.ndarray) -> int:
+def common_length(one: np.ndarray, other: np.ndarray) -> int:
     """How many first tokens are the same."""
     length = min(len(one), len(other))
     differ = one[:length] != other[:length]

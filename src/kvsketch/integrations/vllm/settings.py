@@ -19,7 +19,7 @@ from kvsketch.ops.codec import Codec
 from kvsketch.slots.codes import UNQUANTISED
 from kvsketch.slots.pages import CLOCK
 
-KEY = "kvsketch"
+KEY, HOST = "kvsketch", "kvsketch_host_gb"  # of vLLM's additional_config
 EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
 SERVED = (*supporting("vllm"),)
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # of heads whose tokens lie in blocks
@@ -73,6 +73,37 @@ def most_whole(longest: int, token: int, free: int | None) -> int:
     return 2 * longest if free is None else min(2 * longest, int(PART_FOR_PROMPTS * free) // token)
 
 
+def host_places(additional_config: Any, page: int) -> int:
+    """Pages of `page` bytes that may lie in memory of the host; ValueError, in one line, for less than one."""
+    given = additional_config.get(HOST, 0)
+    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given < float("inf"):
+        raise ValueError(f"{HOST}={given!r} is no number of GB; use one such as 32, or 0 for no memory of the host")
+    places = int(given * 1e9) // page
+    if given and not places:
+        raise ValueError(f"{HOST}={given} holds no page: one takes {page / 1e9:.3f} GB here; use at least that")
+    return places
+
+
+def refuse_host(config: Any, method: Method, connected: bool) -> None:
+    """Raises ValueError, in one line, for memory of the host where no page is used again."""
+    if not config.additional_config.get(HOST):
+        return
+    reason = ""
+    if method.keeps_all:
+        reason = f"{method} keeps its tokens in vLLM's blocks, and rehearse has pages; leave it out"
+    elif not isinstance(method, WaitingMethod):
+        reason = f"pages of {method.name} are not used again; use rehearse"
+    elif not config.cache_config.enable_prefix_caching:
+        reason = "without prefix caching no page is used again; drop --no-enable-prefix-caching"
+    elif config.parallel_config.pipeline_parallel_size > 1:
+        reason = "the processes of a pipeline have pages of different sizes; use --tensor-parallel-size"
+    elif not connected:
+        reason = "that needs a connector, which several processes are given by --kv-transfer-config, and models with "
+        reason += "windows or linear attention do not have"
+    if reason:
+        raise ValueError(f"{HOST}: {reason}")
+
+
 def refuse_share(method: BudgetedMethod, connected: bool) -> None:
     """Raises ValueError, in one line, for a share of prompts whose length nobody tells."""
     if method.budget_size.share is not None and not connected:
@@ -120,7 +151,11 @@ def refuse_block_size(cache: Any, tokens: int) -> None:
 
 
 def _named(additional_config: Any) -> Method:
-    text = additional_config.get(KEY) if isinstance(additional_config, Mapping) else None
+    given = additional_config if isinstance(additional_config, Mapping) else {}
+    for name in given:
+        if str(name).startswith(KEY) and name not in (KEY, HOST):
+            raise ValueError(f"--additional-config knows no {name!r} of kvsketch's; use {KEY}, {HOST}")
+    text = given.get(KEY)
     if not text:
         raise ValueError(
             f"the attention backend CUSTOM is kvsketch's, and no method was named; add {EXAMPLE}; methods: "
