@@ -6,6 +6,8 @@ KVSKETCH_NAN=1 fills memory that nobody has written with NaN, or with the larges
 it then fails on every machine. torch does so in its deterministic mode only. Operations without a deterministic kind
 warn there and run as ever.
 
+The built-in model of the tests is the smallest. Another one would be fetched, hundreds of MB, without a word.
+
 Some files come first, see `FIRST`: what takes minutes, so that no process works on it alone at the end, and what waits
 for sockets, browsers and clocks, because `make check` begins with more processes than cores: others use the time.
 """
@@ -15,9 +17,12 @@ import os
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from kvsketch.models import loading
+from kvsketch.models.catalog import CATALOG
 from tests.helpers.interpreter import hasten
 
 TESTS = Path(__file__).parent
@@ -55,3 +60,14 @@ settings.load_profile("repeatable")
 if os.environ.get("KVSKETCH_NAN") == "1":
     torch.use_deterministic_algorithms(True, warn_only=True)
     torch.utils.deterministic.fill_uninitialized_memory = True
+
+
+@pytest.fixture(autouse=True)
+def _no_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = loading._from_packages
+
+    def small(card: Any, *given: Any) -> Path:
+        assert card.name == "smollm2-135m" or card.name not in CATALOG, f"a test loads {card.name}"
+        return own(card, *given)
+
+    monkeypatch.setattr(loading, "_from_packages", small)

@@ -11,7 +11,7 @@ import torch
 from kvsketch import models
 from kvsketch.models import texts
 from kvsketch_lab import records
-from kvsketch_lab.evaluation import attention_error, attention_protocol, experiment
+from kvsketch_lab.evaluation import attention_error, attention_protocol, captures, experiment
 from kvsketch_lab.evaluation.attention_protocol import ORACLE, PREFIX, Captured, Protocol
 from tests.helpers import zoo
 from tests.helpers.common import bounded
@@ -149,6 +149,7 @@ def test_the_command(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: py
         models, "load", lambda name, dtype, device: loads.append(name) or (zoo.build("qwen2"), Tokenizer())
     )
     monkeypatch.setattr(experiment, "model_sha256", lambda name: "0" * 64)
+    monkeypatch.setattr(captures, "full_attention_layers", lambda name: [0, 1])
     monkeypatch.setattr(texts, "document", lambda name: "")
     line = ["--tokens", "480", "--queries", "16", "--layers", "1", "--methods", f"quest,{ORACLE},snapkv,uniform"]
     line += ["--rates", "4,8", "--seeds", "0-2", "--out", str(tmp_path)]

@@ -455,24 +455,25 @@ def skinny_matmul(rows: int) -> None:
 
 
 CALLS: tuple[Callable[[], None], ...] = (
-    weighted_attention, encoded, coded_attention, decoded, partial(decoded, some=True), ragged_attention,
-    paged_attention, partial(learned_attention, torch.bfloat16),
-    coded_paged_slot_update, partial(token_blocks, 4, 4), partial(past_attention, 4, 4), past_attention_to_blocks,
+    weighted_attention, encoded, coded_attention, decoded, ragged_attention, paged_attention,
+    coded_paged_slot_update, partial(token_blocks, 4, 4), partial(past_attention, 4, 4),
     chunk_attention, indexed_attention, partial(coded_indexed_attention, False), kept_attention,
     mass_of_a_prompt, mass_of_a_token, mass_from_logits, mass_from_known_sums, rotate_keys, rotate_queries,
-    join_attention, *(partial(kmeans, metric) for metric in METRICS), select_clusters, select_pages,
+    join_attention, partial(kmeans, METRICS[0]), select_clusters, select_pages,
     leader_clustering, farthest_first, coarse_farthest_first,
-    refit_steps, gather_rows, take_rows, keep_queries, slot_update, coded_slot_update, work_list, page_rows, reservoir,
-    fold_token, hot_rows, coded_hot_rows, decoder_layer, partial(skinny_matmul, 1),
+    refit_steps, gather_rows, take_rows, keep_queries, slot_update, work_list, page_rows, reservoir,
+    fold_token, hot_rows, decoder_layer, partial(skinny_matmul, 1),
     partial(replay_scores, torch.bfloat16), partial(balance_walk, torch.bfloat16),
 )  # fmt: skip
 
-# The same kernels in other bits, dtypes and shapes.
+# The same kernels in other bits, dtypes, shapes and places.
 OTHER_CALLS: tuple[Callable[[], None], ...] = (
-    mixed_attention, short_coded_attention, partial(learned_attention, torch.bfloat16, 2),
-    partial(learned_attention, torch.float32), partial(ragged_attention, 4), coded_paged_attention,
+    mixed_attention, short_coded_attention, partial(learned_attention, torch.bfloat16),
+    partial(learned_attention, torch.bfloat16, 2), partial(learned_attention, torch.float32),
+    partial(ragged_attention, 4), coded_paged_attention, partial(decoded, some=True), coded_slot_update, coded_hot_rows,
     partial(coded_indexed_attention, True), partial(token_blocks, 8, 3), partial(past_attention, 8, 3),
-    partial(past_attention, 2, 4, torch.float32),
+    partial(past_attention, 2, 4, torch.float32), past_attention_to_blocks,
+    *(partial(kmeans, metric) for metric in METRICS[1:]),
     partial(skinny_matmul, 4), partial(replay_scores, torch.float32), partial(balance_walk, torch.float32),
 )  # fmt: skip
 

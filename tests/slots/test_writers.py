@@ -106,6 +106,9 @@ def test_what_writes_no_table_is_let_through(line: str) -> None:
 
 def writes(tree: ast.AST) -> Iterator[int]:
     """Lines that assign to a field of a table, or change a tensor in it in place."""
+    names = {each for node in ast.walk(tree) for each in (getattr(node, "id", ""), getattr(node, "attr", ""))}
+    if not names & NAMES and not any("Table" in name for name in names):
+        return
     yield from sorted(_of_scope(tree, Known({*NAMES}, set())))
 
 
@@ -147,13 +150,14 @@ def _of_scope(scope: ast.AST, outer: Known) -> Iterator[int]:
                 known.tables.add(argument.arg)
             elif kind:
                 known.tables.discard(argument.arg)
+    bindings = [each for node in own for each in _bindings(node) if isinstance(each[0], ast.Name)]
     for _ in range(3):  # names of names
-        for node in own:
-            for target, value in _bindings(node):
-                if isinstance(target, ast.Name) and known.is_table(value):
-                    known.tables.add(target.id)
-                elif isinstance(target, ast.Name) and known.is_field(value):
-                    known.tensors.add(target.id)
+        for target, value in bindings:
+            assert isinstance(target, ast.Name)
+            if known.is_table(value):
+                known.tables.add(target.id)
+            elif known.is_field(value):
+                known.tensors.add(target.id)
     for node in own:
         if any(_writes(node, known)):
             yield node.lineno  # type: ignore[attr-defined]
