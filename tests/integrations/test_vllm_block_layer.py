@@ -182,6 +182,14 @@ def test_chunks_that_are_read_together_are_those_alone() -> None:
         torch.testing.assert_close(together[new], alone)
 
 
+def test_chunks_read_no_more_blocks_than_hold_their_tokens() -> None:
+    """vLLM's table has room for the longest request."""
+    table = torch.arange(4 * 512, dtype=torch.int32).view(4, 512)
+    chunks = Chunks.of([0, 20, 25], [TOKENS + 1, 3], table, [1, 3])
+    assert chunks.table.tolist() == [[512, 513], [3 * 512, 3 * 512 + 1]]
+    assert Chunks.of([0, 20], [0], table[:1]).table.tolist() == [[0]]
+
+
 def test_a_chunk_sees_what_blocks_hold_and_itself() -> None:
     layer, pool = filled()
     table = torch.tensor([[3, 1, 8]], dtype=torch.int32)

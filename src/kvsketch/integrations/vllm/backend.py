@@ -458,8 +458,8 @@ class KVSketchImpl(AttentionImpl[Any]):
         elif attn_metadata is not None:
             self._forward_together(attn_metadata, kv_cache, query, key, value, output)
         else:
-            output.fill_(0)  # vLLM measures memory
-            if len(query) == self.config.scheduler_config.max_num_batched_tokens:
+            output.fill_(0)  # vLLM measures memory, that of a GPU
+            if query.is_cuda and len(query) == self.config.scheduler_config.max_num_batched_tokens:
                 self._measure(layer, query, key, value)
         return output
 

@@ -109,9 +109,9 @@ class BlockStepBuilder(AttentionMetadataBuilder[BlockStep]):
             known = common.seq_lens_cpu_upper_bound
             ends = (common.seq_lens if known is None else known)[:count].tolist()
             there = [i for i in range(singles, count) if lengths[i]]
-            begin = [0, *accumulate(lengths[i] for i in there)]
-            table = common.block_table_tensor[torch.tensor(there, device=self.device)]
-            chunks = Chunks.of(begin, [ends[i] - lengths[i] for i in there], table)
+            if there:
+                begin = [0, *accumulate(lengths[i] for i in there)]
+                chunks = Chunks.of(begin, [ends[i] - lengths[i] for i in there], common.block_table_tensor, there)
         slots = common.slot_mapping[: common.num_actual_tokens]
         return BlockStep(common.block_table_tensor[:count], common.seq_lens[:count], slots, singles, chunks)
 
@@ -171,8 +171,8 @@ class BlockImpl(KVSketchImpl):
         blocks, step = self.blocks, attn_metadata
         assert blocks is not None
         if step is None:
-            # vLLM measures memory.
-            if len(query) == self.config.scheduler_config.max_num_batched_tokens:
+            # vLLM measures memory, that of a GPU.
+            if query.is_cuda and len(query) == self.config.scheduler_config.max_num_batched_tokens:
                 blocks.measure(query, key, value)
             return output.fill_(0)
         pool = bytes_of(kv_cache)

@@ -14,6 +14,7 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -24,6 +25,7 @@ from kvsketch import ops
 from kvsketch.integrations.vllm.causal import Flash, causal_attention
 from kvsketch.ops.token_blocks import TOKENS, BlockShape, Reading, TokenBlocks, block_attention, write_tokens
 from kvsketch.slots.codes import EXACT
+from kvsketch.slots.tensors import uploaded
 
 ENOUGH = 512  # tokens after which the centers stay
 GROWTH = 4  # a prompt moves the centers if it has so many times the tokens that they are the mean of
@@ -35,15 +37,18 @@ class Chunks:
 
     starts: list[int]  # [B + 1], the first token of each, and the one behind the last
     seen: list[int]  # [B], tokens of each before them
-    table: Tensor  # [B, M], blocks of each
+    table: Tensor  # [B, M], blocks of each, as many as hold the tokens before
     begin: Tensor  # `starts` on the device
     before: Tensor  # `seen` there
 
     @classmethod
-    def of(cls, starts: list[int], seen: list[int], table: Tensor) -> Chunks:
+    def of(cls, starts: list[int], seen: list[int], table: Tensor, rows: Sequence[int] | None = None) -> Chunks:
+        """Chunks of the requests in `rows` of a table, which may have room for longer ones. Waits for no GPU."""
+        blocks = max(1, -(-max(seen) // TOKENS))
+        which = torch.arange(len(seen)) if rows is None else torch.tensor(rows, dtype=torch.int64)
         begin, before = (torch.tensor(each, dtype=torch.int32) for each in (starts, seen))
-        near = (each.to(table.device, non_blocking=True) for each in (begin, before))
-        return cls(starts, seen, table, *near)
+        begin, before, which = uploaded([begin, before, which], [table.device] * 3)
+        return cls(starts, seen, table[:, :blocks].index_select(0, which), begin, before)
 
     @property
     def longest(self) -> int:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from kvsketch import ops
+from kvsketch.slots.tensors import uploaded
 
 FASTER = 3  # version of flash attention
 # Queries [n, Hq, D], keys and values [L, H, D] of requests one behind the other, where each begins among queries and
@@ -53,7 +54,7 @@ def flash_attention(head_size: int, value_size: int, dtype: torch.dtype) -> Flas
 def _on(starts: tuple[int, ...], device: torch.device) -> tuple[Tensor, int]:
     """Where requests begin, and the longest one: all layers of a forward ask for the same."""
     longest = max(end - start for start, end in pairwise(starts))
-    return torch.tensor(starts, dtype=torch.int32, device=device), longest
+    return uploaded([torch.tensor(starts, dtype=torch.int32)], [device])[0], longest
 
 
 def causal_attention(

@@ -25,7 +25,7 @@ def take_rows(x: Tensor, index: Tensor, fill: float | None) -> Tensor:
     out = x.new_empty(len(index), *x.shape[1:])
     # Zero is zero in words of any size.
     word = WORDS[_widest(x) if not fill else x.itemsize]
-    missing = int(torch.full((1,), fill or 0, dtype=x.dtype).view(WORDS[x.itemsize]))
+    missing = int(torch.full((1,), fill or 0, dtype=x.dtype, device="cpu").view(WORDS[x.itemsize]))
     source, target, index = x.view(-1).view(word), out.view(-1).view(word), index.contiguous()
     size = len(source) // len(x)
     block = next_power_of_2(size)
