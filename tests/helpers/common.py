@@ -15,16 +15,22 @@ from kvsketch.methods.replay import repeats
 # Methods for which forwards of the model are enough, without `cache.replay`.
 FED = {name: method for name, method in kvsketch.METHODS.items() if not repeats(method())}
 
-# One method for each kind of table: exact, scored, weighted, recalled, heads that differ, tokens that wait.
-KINDS = ("full", "h2o", "subgen", "quest", "rehearse", "kvzip")
+# One method for each kind of table: exact, scored, weighted, recalled, heads that differ and tokens that wait.
+KINDS = ("full", "h2o", "subgen", "quest", "rehearse")
 
 
 def thinned(cases: Iterable[Any]) -> list[Any]:
-    """Cases that begin with a method: the usual run takes those of `KINDS`, `make test-thorough` all of them."""
-    result = []
+    """Cases that begin with a method: the usual run takes the first of each of `KINDS`, in 16 bits and in fewer, and
+    the first whose heads share a budget; `make test-thorough` takes all of them.
+    """
+    result, taken = [], set()
     for case in cases:
         values = case if isinstance(case, tuple) else (case,)
-        usual = values[0].split(":")[0] in KINDS or "share=" in values[0]
+        name, *settings = values[0].split(":")
+        own = "share" if "share=" in values[0] else name if name in KINDS else ""
+        kind = own, any(each.startswith(("bits=", "key_bits=")) and each != "bits=16" for each in settings)
+        usual = bool(own) and kind not in taken
+        taken.add(kind)
         result.append(pytest.param(*values, marks=() if usual else pytest.mark.thorough))
     return result
 

@@ -24,7 +24,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Closed, Full, Request, Ticket
 from kvsketch.slots import rows as table_rows
 from tests.helpers import zoo
-from tests.helpers.common import thinned, with_budget
+from tests.helpers.common import also, thinned, with_budget
 from tests.helpers.engines import held, starting
 from tests.helpers.waiting import LONGEST_WAIT, join_all
 
@@ -439,7 +439,8 @@ def test_rows_move_together_where_no_stretch_is_long_enough() -> None:
 
 
 @pytest.mark.parametrize(
-    "method", ["rehearse:wait=64:refit=none", "rehearse:wait=16", "kvzip:wait=64", "expected", "rehearse:budget=40"]
+    "method",
+    ["rehearse:wait=16", "expected", *also("rehearse:wait=64:refit=none", "kvzip:wait=64", "rehearse:budget=40")],
 )
 def test_a_row_takes_the_slots_that_are_counted_for_it(method: str) -> None:
     shared = shared_rows.SharedRows(model(), method, rows=2, longest=400)

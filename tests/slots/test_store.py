@@ -678,7 +678,7 @@ class Machine(RuleBasedStateMachine):
 
 
 FORMS = (EqualInOurs, RaggedInOurs, EqualInPages, RaggedInPages)
-USUAL = [*itertools.product(FORMS, list(BITS)[:2]), (RaggedInOurs, "keys in 4 bits")]
+USUAL = [*zip(FORMS, ("16 bits", "4 bits", "4 bits", "16 bits"), strict=True), (RaggedInPages, "4 bits")]
 REST = [each for each in itertools.product(FORMS, BITS) if each not in USUAL]
 
 
