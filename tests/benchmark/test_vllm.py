@@ -195,5 +195,7 @@ def test_what_cannot_run_is_told_before_an_engine_starts(monkeypatch: pytest.Mon
         vllm.Vllm(turns=2, questions=2).check_options()
     with pytest.raises(ValueError, match=r"--trace t\.json is of the chats of one contender"):
         vllm.Vllm(turns=2, contenders="bf16,fp8", trace="t.json").check_options()
+    with pytest.raises(ValueError, match=r"--host-gb 8 is for chats"):
+        vllm.Vllm(host_gb=8).check_options()
     with pytest.raises(ValueError, match="did you mean 'snapkv'"):
         vllm.Vllm(contenders="bf16,snapvk:budget=2048").check_options()

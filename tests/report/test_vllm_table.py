@@ -25,6 +25,8 @@ def test_chats_stand_beside_those_of_the_fp8_cache() -> None:
 
     records = [timed("rehearse", 16, 99.0, turns=3), timed("rehearse", 16, 6.0), timed("fp8", 16, 5.0),
                timed("rehearse", 128, 50.0), timed("fp8", 128, 100.0), timed("rehearse", 7, 2.0)]  # fmt: skip
+    records.append(timed("rehearse", 128, 40.0))
+    records[-1]["data"]["host_gb"] = 64.0
     assert vllm.measured(records) == []
     lines = [[cell.strip() for cell in line.split("|")[1:6]] for line in vllm.conversations(records).splitlines()[2:]]
     assert lines == [
@@ -33,6 +35,7 @@ def test_chats_stand_beside_those_of_the_fp8_cache() -> None:
         ["vLLM, prefix caching, fp8", "16", "5.0", "1.00", "1.0"],
         ["`rehearse`", "128", "50.0", "2.00", "1.0"],
         ["vLLM, prefix caching, fp8", "128", "100.0", "1.00", "1.0"],
+        ["`rehearse, kvsketch_host_gb=64`", "128", "40.0", "2.50", "1.0"],
     ]
     assert vllm.shapes_of_chats(records) == [(2, 100, 8, 5)]
 

@@ -15,6 +15,7 @@ documents of the plugin, of which it keeps `--kept` tokens; its own budget is fo
 With `--turns N` each of `--batches` chats says `prompt` tokens and N times `--new` more, and gets `--answer` tokens
 each time; a chat goes on as soon as it has its answer. One engine has all of `--batches`, one after the other. Prefix
 caching is on for all: what is timed is whole conversations, and how long a later turn waits for its first token.
+`--host-gb` sets memory of the host aside for chats that do not fit.
 `--trace FILE` then shows where the time of a first and a later turn goes, launch by launch.
 
 With `--questions N` each of `--batches` texts of `prompt` tokens is read once, and then N questions about each, of
@@ -81,12 +82,15 @@ class Vllm(Benchmark):
     chunk: int = option(0, "tokens that vLLM reads in a forward, with chunked prefill; 0: whole prompts", least=0)
     new: int = option(512, "tokens of a later turn, or of a question", least=1)
     answer: int = option(128, "tokens of each answer", least=1)
+    host_gb: float = option(0, "GB of the host for pages of chats that the GPU has no room for; with --turns", least=0)
     trace: str = option("", "a file, such as trace.json.gz, for a trace of a first and a later turn; with --turns")
     check: bool = option(True, "compare captured tokens with those of eager steps first")
 
     def check_options(self) -> None:
         if self.turns and self.questions:
             raise ValueError("--turns and --questions are two runs; give one of them")
+        if self.host_gb and not self.turns:
+            raise ValueError(f"--host-gb {self.host_gb:g} is for chats; give --turns")
         if self.trace and not (self.turns and len(self.texts) == 1):
             raise ValueError(f"--trace {self.trace} is of the chats of one contender; give one, and --turns")
         if importlib.util.find_spec("vllm") is None:
@@ -137,9 +141,11 @@ class Vllm(Benchmark):
             contender=row["contender"], shape=self.shape, layers=self.layers, prompts=(self.prompt,),
             rows=max(self.batches), chats=self.batches, longest=longest, share=self.share, device=self.device,
             seed=self.seed, turns=self.turns, new=self.new, answer=self.answer, chunk=self.chunk, trace=self.trace,
+            host_gb=self.host_gb,
         )  # fmt: skip
         row |= {"turns": self.turns, "new": self.new, "answer": self.answer}
         row |= {"chunk": self.chunk} if self.chunk else {}
+        row |= {"host_gb": self.host_gb} if self.host_gb else {}
         told = run(job)
         timed = told.pop("timed", [])
         for each in timed:

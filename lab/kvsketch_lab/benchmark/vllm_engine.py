@@ -30,6 +30,7 @@ OWN: dict[str, dict[str, Any]] = {
     "bf16-cascade": {"disable_cascade_attn": False},
 }
 CONNECTOR = "KVSketchDocuments"
+METHOD, HOST = "kvsketch", "kvsketch_host_gb"  # of vLLM's additional_config
 BLOCK = 64  # tokens of a quantised block
 SETTINGS = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -74,6 +75,7 @@ class Job:
     texts: int = 0  # that so many questions are asked about, each of `new` tokens
     questions: int = 0
     chunk: int = 0  # tokens that are read in a forward; 0: whole prompts
+    host_gb: float = 0  # of the host, for pages of chats
     trace: str = ""  # a file for what chats do, launch by launch
 
     @property
@@ -137,7 +139,8 @@ class Engine:
             result["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if job.contender in OWN:
             return result | OWN[job.contender]
-        result |= {"attention_backend": "CUSTOM", "additional_config": {"kvsketch": job.contender}}
+        config: Fields = {METHOD: job.contender} | ({HOST: job.host_gb} if job.host_gb else {})
+        result |= {"attention_backend": "CUSTOM", "additional_config": config}
         if job.documents:
             extra = {"budget": job.kept, "count": job.documents}
             result["kv_transfer_config"] = {

@@ -74,7 +74,7 @@ def conversations(records: list[Record]) -> str:
     fp8 = {row["chats"]: row["chats_s"] for row in rows if row["contender"] == "fp8"}
     lines = [
         [
-            SHARED.get(row["contender"], Code(row["contender"])), f"{row['chats']}", f"{row['chats_s']:.1f}",
+            _with_host(row), f"{row['chats']}", f"{row['chats_s']:.1f}",
             _number(fp8[row["chats"]] / row["chats_s"] if row["chats"] in fp8 else None, ".2f"),
             f"{row['first_turns_s']:.1f}", f"{row['later_s']:.3f}", f"{row['latest_s']:.3f}", f"{row['start_s']:.0f}",
         ]
@@ -84,10 +84,17 @@ def conversations(records: list[Record]) -> str:
     return markdown([*headings, "longest, s", "engine start, s"], lines)
 
 
+def _with_host(row: dict[str, Any]) -> str:
+    name = row["contender"]
+    return Code(f"{name}, kvsketch_host_gb={row['host_gb']:g}") if row.get("host_gb") else SHARED.get(name, Code(name))
+
+
 def chats(records: list[Record]) -> list[dict[str, Any]]:
     """What was measured last of each contender and number of chats, however many turns they had."""
     every = [r["data"] for r in records if r["kind"] == "vllm" and r["data"].get("chats")]
-    return [row for row in last(every, "contender", "shape", "prompt", "chats", "chunk") if not row.get(FAILED)]
+    return [
+        row for row in last(every, "contender", "shape", "prompt", "chats", "chunk", "host_gb") if not row.get(FAILED)
+    ]
 
 
 def shapes_of_chats(records: list[Record]) -> list[tuple[int, int, int, int]]:
