@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import gc
 import importlib
+import sys
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -111,6 +113,24 @@ class Served:
         self.joint.catch_up(self.pool, self.seen.items())
         tables = self.joint.pages(self.pool).take(page, self.seen[page], self.joint.settled[page])
         return [kept(table) for table in tables]
+
+
+@pytest.mark.parametrize("share", ["model", "layer", "head"])
+def test_the_heads_of_a_later_process_share_a_budget_as_those_of_the_first(
+    share: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With tensor parallel their numbers in the model do not begin at 0, and vLLM's processes share nothing."""
+    results, own = [], places
+    for first in (0, HEADS):
+        monkeypatch.setattr(
+            sys.modules[__name__], "places",
+            lambda method, first=first: [replace(each, first_head=first) for each in own(method)],
+        )  # fmt: skip
+        served = Served(f"rehearse:budget=40:wait=64:recent=8:bits=16:share={share}")
+        served.forward([], {1: 90})
+        served.forward([1], {2: 70})
+        results.append([served.kept(page) for page in (1, 2)])
+    assert results[0] == results[1]
 
 
 @pytest.mark.parametrize("text", ["rehearse", "rehearse:share=layer:bits=16", "rehearse:share=head:value_bits=8"])

@@ -230,6 +230,21 @@ def test_pages_that_are_needed_come_back_from_the_host(folder: Path) -> None:
     assert [found for number, found, *_ in results[0][0] if number == 0] == [0, 119, 146, 206]
 
 
+def test_turns_of_two_processes_go_on_in_their_pages_and_on_the_host(folder: Path) -> None:
+    """Each holds one of two heads; the connector is named, and all heads of a process share a budget."""
+    llm = engine(
+        folder, EXACT, tensor_parallel_size=2, num_gpu_blocks_override=3,
+        additional_config={"kvsketch": EXACT, "kvsketch_host_gb": 0.01},
+        kv_transfer_config={"kv_connector": "KVSketchDocuments", "kv_role": "kv_both"},
+    )  # fmt: skip
+    *chats, turn = prompts(100, 130, 90, 7)
+    begun = tokens([told(llm, [chat])[0] for chat in chats])
+    texts = [chat + answer + turn for chat, answer in zip(chats, begun, strict=True)]
+    went_on = [told(llm, [text])[0] for text in texts]
+    assert [each.num_cached_tokens for each in went_on] == [119, 149, 109]
+    require_same(begun + tokens(went_on), answers(folder, EXACT, chats + texts, 20), tie=TIE)
+
+
 def test_the_caches_are_reset_for_the_host_too(folder: Path) -> None:
     """vLLM hands out a page after it has reset its own caches alone: what lies there is not kept."""
     llm = engine(

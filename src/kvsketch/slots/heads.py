@@ -39,8 +39,9 @@ class HeadShare:
 
 
 def own_heads(table: SlotTable) -> slice:
-    """Which heads of the layer this process holds."""
-    return slice(table.context.first_head, table.context.first_head + table.shape[1])
+    """Which of the heads that `of_all_heads` gives are here: all of them where processes agree on nothing (vLLM's)."""
+    first = table.context.first_head if table.context.head_group else 0
+    return slice(first, first + table.shape[1])
 
 
 def head_share(model: Any) -> HeadShare | None:
