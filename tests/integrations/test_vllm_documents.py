@@ -17,12 +17,14 @@ NEW = 80  # tokens, of which the first 64 are rehearsed
 
 
 @contextmanager
-def sharing(folder: Path, method: str, count: int = 2, files: Path | None = None) -> Iterator[LLM]:
+def sharing(folder: Path, method: str, count: int = 2, files: Path | None = None, processes: int = 1) -> Iterator[LLM]:
     from vllm.distributed.kv_transfer import ensure_kv_transfer_shutdown
 
     extra = {"budget": 400, "count": count} | ({"folder": str(files)} if files else {})
     transfer = {"kv_connector": "KVSketchDocuments", "kv_role": "kv_both", "kv_connector_extra_config": extra}
-    yield engine(folder, method, kv_transfer_config=transfer, enable_chunked_prefill=False)
+    yield engine(
+        folder, method, kv_transfer_config=transfer, enable_chunked_prefill=False, tensor_parallel_size=processes
+    )
     # A process has one connector, that of its first engine, until it is told that there is none.
     ensure_kv_transfer_shutdown()
     gc.collect()
@@ -50,10 +52,11 @@ def whole(folder: Path) -> list[list[int]]:
     return result
 
 
+@pytest.mark.parametrize("processes", [1, 2])
 def test_a_document_that_is_kept_whole_gives_the_answers_of_the_whole_prompt(
-    folder: Path, whole: list[list[int]]
+    folder: Path, whole: list[list[int]], processes: int
 ) -> None:
-    with sharing(folder, "rehearse:budget=300:wait=64:bits=16") as llm:
+    with sharing(folder, "rehearse:budget=300:wait=64:bits=16", processes=processes) as llm:
         document, *questions = prompts(200, 7, 90, 1, 20)
         stored = asked(llm, [document], store="book")
         assert stored[0].kv_transfer_params == {"kvsketch_document": "book", "kvsketch_tokens": 200}
