@@ -21,8 +21,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from kvsketch.models import loading
-from kvsketch.models.catalog import CATALOG
 from tests.helpers.interpreter import hasten
 
 TESTS = Path(__file__).parent
@@ -64,6 +62,10 @@ if os.environ.get("KVSKETCH_NAN") == "1":
 
 @pytest.fixture(autouse=True)
 def _no_large_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    # Late: nothing may import Triton before its interpreter is chosen.
+    from kvsketch.models import loading
+    from kvsketch.models.catalog import CATALOG
+
     own = loading._from_packages
 
     def small(card: Any, *given: Any) -> Path:

@@ -70,6 +70,7 @@ for each in tables: each.seen = 1
 for each, other in zip(tables, x): each.keys[0] = other
 for number, each in enumerate(tables): each.seen += number
 def f(t: SlotTable): t.seen = 1
+def f(t: "SlotTable"): t.seen = 1
 def f(t: Sequence[SlotTable]): t[0].seen = 1
 def f(layer): t = layer.table; t.seen = 1
 def f(layer): keys = layer.table.keys; keys.fill_(0)
@@ -106,7 +107,8 @@ def test_what_writes_no_table_is_let_through(line: str) -> None:
 
 def writes(tree: ast.AST) -> Iterator[int]:
     """Lines that assign to a field of a table, or change a tensor in it in place."""
-    names = {each for node in ast.walk(tree) for each in (getattr(node, "id", ""), getattr(node, "attr", ""))}
+    # Of names, attributes, and annotations in quotes.
+    names = {str(getattr(node, field, "")) for node in ast.walk(tree) for field in ("id", "attr", "value")}
     if not names & NAMES and not any("Table" in name for name in names):
         return
     yield from sorted(_of_scope(tree, Known({*NAMES}, set())))

@@ -21,6 +21,7 @@ from kvsketch.slots.pages import CLOCK
 
 KEY, HOST = "kvsketch", "kvsketch_host_gb"  # of vLLM's additional_config
 EXAMPLE = """--additional-config '{"kvsketch": "h2o:budget=1024"}'"""
+CONNECT = f"""--kv-transfer-config '{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'"""
 SERVED = (*supporting("vllm"),)
 BLOCK_SIZES = (16, 32, 64, 128, 256)  # of heads whose tokens lie in blocks
 FIRST_KEYS = 8  # bits of the first layer's keys at least: fewer do most of the harm to qwen2.5-coder-0.5b
@@ -98,8 +99,7 @@ def refuse_host(config: Any, method: Method, connected: bool) -> None:
     elif config.parallel_config.pipeline_parallel_size > 1:
         reason = "the processes of a pipeline have pages of different sizes; use --tensor-parallel-size"
     elif not connected:
-        reason = "that needs a connector, which several processes are given by --kv-transfer-config, and models with "
-        reason += "windows or linear attention do not have"
+        reason = f"several processes need a connector: add {CONNECT}; models with windows or linear attention have none"
     if reason:
         raise ValueError(f"{HOST}: {reason}")
 
@@ -109,8 +109,7 @@ def refuse_share(method: BudgetedMethod, connected: bool) -> None:
     if method.budget_size.share is not None and not connected:
         raise ValueError(
             f"{method} needs to know how long a prompt is, which several processes are told by a connector: add "
-            f"""--kv-transfer-config '{{"kv_connector": "{CONNECTOR}", "kv_role": "kv_both"}}'; beside layers with a """
-            "window, or linear attention, use a number of tokens such as budget=1024"
+            f"{CONNECT}; beside layers with a window, or linear attention, use a number of tokens such as budget=1024"
         )
 
 
