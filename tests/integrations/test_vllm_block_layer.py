@@ -128,6 +128,19 @@ def test_nothing_is_learnt_from_tests_or_from_what_is_not_finite() -> None:
     assert layer.known == 0 and not layer.key_center.any() and not layer.value_center.any()
 
 
+def test_centers_have_all_digits_whatever_the_default_is() -> None:
+    """vLLM loads a model under that model's dtype as the default one."""
+    given = torch.get_default_dtype()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        layer = BlockLayer.of(BlockShape(2, Codec(4, 32, seed=7), Codec(4, 32, seed=7)), 0.2, torch.device("cpu"))
+        codec, cpu = layer.shape.key, torch.device("cpu")
+        held = [layer.key_center, layer.value_center, codec.signs(cpu), codec.rotation(cpu)]
+    finally:
+        torch.set_default_dtype(given)
+    assert [each.dtype for each in held] == [torch.float32] * 4
+
+
 def test_memory_is_measured_of_a_prompt_and_of_chunks_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
     layer, read = BlockLayer.of(BlockShape(2, Codec(4, 32), Codec(4, 32)), 0.2, torch.device("cpu")), []
     monkeypatch.setattr(
@@ -136,7 +149,7 @@ def test_memory_is_measured_of_a_prompt_and_of_chunks_behind_it(monkeypatch: pyt
     )  # fmt: skip
     layer.measure(*(torch.randn(ENOUGH + 9, heads, 32) for heads in (4, 2, 2)))
     known, count = ENOUGH + 9 - 4, ENOUGH + 9
-    assert read == [(known, [0], count, True), (known, [count], count, True), (known, [count], 2, True)]
+    assert read == [(known, *each, True) for each in (([0], count), ([count], count), ([count], 64), ([count], 2))]
     assert layer.known == 0 and not layer.key_center.any(), "what is measured is no text"
 
 

@@ -28,6 +28,7 @@ from kvsketch.slots.codes import EXACT
 from kvsketch.slots.tensors import uploaded
 
 ENOUGH = 512  # tokens after which the centers stay
+ALONE = 64  # queries of a turn that comes alone
 GROWTH = 4  # a prompt moves the centers if it has so many times the tokens that they are the mean of
 
 
@@ -69,7 +70,11 @@ class BlockLayer:
     @classmethod
     def of(cls, shape: BlockShape, scale: float, device: torch.device, flash: Flash | None = None) -> BlockLayer:
         """A layer that has read nothing: its centers are zero."""
-        key, value = (torch.zeros(shape.heads, codec.size, device=device) for codec in (shape.key, shape.value))
+        # vLLM loads a model under the default dtype of that model.
+        key, value = (
+            torch.zeros(shape.heads, codec.size, dtype=torch.float32, device=device)
+            for codec in (shape.key, shape.value)
+        )
         return cls(shape, scale, key, value, flash)
 
     def blocks(self, pool: Tensor) -> TokenBlocks:
@@ -133,5 +138,6 @@ class BlockLayer:
         slots = torch.arange(TOKENS, TOKENS + count, device=k.device)
         trial.write(pool, k, v, slots)
         trial.learn(pool, 0, k, v, slots)
-        for seen, new in ((0, count), (count, count), (count, min(2, count))):
+        # Few queries are one tile, and more of them several, whose slots are still shared by programs.
+        for seen, new in ((0, count), (count, count), (count, min(ALONE, count)), (count, min(2, count))):
             trial.read_chunks(pool, Chunks.of([0, new], [seen], table), q[:new], k[:new], v[:new])

@@ -114,12 +114,16 @@ class Codec:
 @functools.lru_cache(maxsize=64)
 def _signs(size: int, seed: int, device: torch.device) -> Tensor:
     drawn = torch.randint(0, 2, (size,), generator=torch.Generator().manual_seed(seed))
-    return (2.0 * drawn - 1.0).to(device)
+    return (2 * drawn - 1).float().to(device)
 
 
 @functools.lru_cache(maxsize=64)
 def _rotation(codec: Codec, device: torch.device) -> Tensor:
-    return rotate(torch.eye(codec.size), codec.signs(torch.device("cpu")), codec.block).T.contiguous().to(device)
+    return (
+        rotate(torch.eye(codec.size, dtype=torch.float32), codec.signs(torch.device("cpu")), codec.block)
+        .T.contiguous()
+        .to(device)
+    )
 
 
 @functools.lru_cache(maxsize=64)
