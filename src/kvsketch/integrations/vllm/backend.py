@@ -36,6 +36,7 @@ from kvsketch.integrations.vllm.causal import flash_attention
 from kvsketch.integrations.vllm.joint_layers import JointLayers
 from kvsketch.integrations.vllm.page_map import PageMap
 from kvsketch.integrations.vllm.paged import PagedLayer
+from kvsketch.integrations.vllm.recorded import RecordedSteps
 from kvsketch.methods.waiting import WaitingMethod
 from kvsketch.slots.context import LayerContext
 from kvsketch.slots.pages import CLOCK, Pages, Planes
@@ -323,7 +324,8 @@ class KVSketchImpl(AttentionImpl[Any]):
             )  # fmt: skip
         self.layer: PagedLayer | None = None
         self.joint: JointLayers | None = None
-        self.number = 0  # of this layer among those that decide together
+        self.recorded: RecordedSteps | None = None  # of all layers that decide together
+        self.number = 0  # of this layer among those
         self.page_map: PageMap | None = None  # where pages lie in a pool of their own
         self.inside = 0  # where the part of this layer begins in such a page
 
@@ -391,6 +393,10 @@ class KVSketchImpl(AttentionImpl[Any]):
             longest = self.config.model_config.max_model_len if divides else 0
             self.joint.most_whole = most = settings.most_whole(longest, self.joint.token_bytes, free)
             self.joint.most_held = max(most, self.config.scheduler_config.max_num_batched_tokens)
+            if torch.cuda.is_available() and not self.config.model_config.enforce_eager:
+                recorded = RecordedSteps(self.joint, self.config.scheduler_config.max_num_seqs)
+                for layer in ours.values():
+                    layer.impl.recorded = recorded
             if most:
                 logger.info_once(
                     "kvsketch: prompts that vLLM reads in several forwards are held whole until the last, up to %d "
@@ -500,10 +506,22 @@ class KVSketchImpl(AttentionImpl[Any]):
         if self.number == 0:
             joint.begin(self.pool(kv_cache))
         if len(step.pages):
-            output[at] = joint.decode(self.number, step.pages, step.seen, query[at], key[at], value[at])
+            output[at] = self._singles(step, kv_cache, query[at], key[at], value[at])
         if step.prompts:
             joint.read_prompts(self.number, step.prompts, query, key, value, output)
         self._finish(joint)
+
+    def _singles(self, step: JointStep, kv_cache: Tensor, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """Attention of tokens that come alone."""
+        joint, recorded = self.joint, self.recorded
+        assert joint is not None
+        call = self.number, step.pages, step.seen, query, key, value
+        if recorded is None or torch.cuda.is_current_stream_capturing():
+            return joint.decode(*call)
+        if self.number == 0:
+            # The first forwards are vLLM's own, before it captures steps of single tokens.
+            recorded.prepare(self.pool(kv_cache), query, key, value)
+        return recorded.decode(*call) if step.prompts else joint.decode(*call)
 
     def _finish(self, joint: JointLayers) -> None:
         if self.number == len(joint.places) - 1:
