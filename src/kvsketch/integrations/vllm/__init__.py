@@ -9,6 +9,7 @@ chosen.py          pages of our own, or vLLM's blocks
 cpu.py             the same on a CPU
 backend.py         what vLLM asks of an attention backend
 paged.py           attention over pages that hold one request each
+recorded.py        single tokens beside prompts, whose work a GPU replays
 joint_layers.py    the same for layers that decide together what stays
 behind.py          new tokens behind what pages hold
 divided.py         prompts that vLLM reads in several forwards
