@@ -55,18 +55,19 @@ class BlockModel:
         return [int(each.argmax()) for each in logits], torch.stack(logits)
 
     def _attend(self, module: Any, q: Tensor, k: Tensor, v: Tensor, *_: Any, **__: Any) -> tuple[Tensor, None]:
-        layer, pool = self.layers[module.layer_idx], self.pools[module.layer_idx]
+        layer = self.layers[module.layer_idx]
+        blocks = layer.blocks(self.pools[module.layer_idx])
         seen, table = self.seen[self.request], torch.tensor(self.tables[self.request])
         q, k, v = (x[0].transpose(0, 1) for x in (q, k, v))
         at = torch.arange(seen, seen + len(k))
         slots = table[at // TOKENS] * TOKENS + at % TOKENS
         if len(k) > 1:
-            layer.learn(pool, seen, k, v, slots)
-        layer.write(pool, k, v, slots)
+            layer.learn(blocks, seen, k, v, slots)
+        layer.write(blocks, k, v, slots)
         if len(k) > 1:
             chunks = Chunks.of([0, len(k)], [seen], table.int().unsqueeze(0))
-            out = layer.read_chunks(pool, chunks, q, k, v)
+            out = layer.read_chunks(blocks, chunks, q, k, v)
         else:
             reading = Reading.of(table.int().unsqueeze(0), torch.tensor([seen + 1]).int(), layer.shape)
-            out = layer.decode(pool, reading, q)
+            out = layer.decode(blocks, reading, q)
         return out.unsqueeze(0), None

@@ -121,10 +121,10 @@ def test_nothing_is_learnt_from_tests_or_from_what_is_not_finite() -> None:
     layer, pool = layer_of(torch.device("cpu"))
     k, v = torch.randn(600, 2, 32), torch.randn(600, 2, 32)
     for slots in (torch.full((600,), -1), torch.arange(600)):  # padding, and vLLM's null block
-        layer.learn(pool, 0, k, v, slots)
+        layer.learn(layer.blocks(pool), 0, k, v, slots)
         assert layer.known == 0
     k[7, 1, 3] = float("inf")
-    layer.learn(pool, 0, k, v, torch.arange(600) + TOKENS)
+    layer.learn(layer.blocks(pool), 0, k, v, torch.arange(600) + TOKENS)
     assert layer.known == 0 and not layer.key_center.any() and not layer.value_center.any()
 
 
@@ -145,7 +145,7 @@ def test_memory_is_measured_of_a_prompt_and_of_chunks_behind_it(monkeypatch: pyt
     layer, read = BlockLayer.of(BlockShape(2, Codec(4, 32), Codec(4, 32)), 0.2, torch.device("cpu")), []
     monkeypatch.setattr(
         BlockLayer, "read_chunks",
-        lambda self, pool, chunks, *tokens: read.append((self.known, chunks.seen, len(tokens[0]), bool(pool.any()))),
+        lambda self, blocks, chunks, q, *_: read.append((self.known, chunks.seen, len(q), bool(blocks.pool.any()))),
     )  # fmt: skip
     layer.measure(*(torch.randn(ENOUGH + 9, heads, 32) for heads in (4, 2, 2)))
     known, count = ENOUGH + 9 - 4, ENOUGH + 9
@@ -158,13 +158,15 @@ def test_a_request_in_a_batch_is_that_request_alone() -> None:
     layer, pool = layer_of(torch.device("cpu"))
     g = torch.Generator().manual_seed(0)
     k, v = torch.randn(8 * TOKENS, 2, 32, generator=g), torch.randn(8 * TOKENS, 2, 32, generator=g)
-    layer.learn(pool, 0, k, v, torch.arange(len(k)) + TOKENS)
-    layer.write(pool, k, v, torch.arange(len(k)) + TOKENS)
+    layer.learn(layer.blocks(pool), 0, k, v, torch.arange(len(k)) + TOKENS)
+    layer.write(layer.blocks(pool), k, v, torch.arange(len(k)) + TOKENS)
     table = torch.tensor([[3, 1, 8], [3, 5, 0], [0, 0, 0], [7, 0, 0]], dtype=torch.int32)
     lengths, q = torch.tensor([150, 100, 0, 1], dtype=torch.int32), torch.randn(4, 4, 32, generator=g)
-    joint = layer.decode(pool, Reading.of(table, lengths, layer.shape), q)
+    joint = layer.decode(layer.blocks(pool), Reading.of(table, lengths, layer.shape), q)
     for i in (0, 1, 3):
-        alone = layer.decode(pool, Reading.of(table[i : i + 1], lengths[i : i + 1], layer.shape), q[i : i + 1])
+        alone = layer.decode(
+            layer.blocks(pool), Reading.of(table[i : i + 1], lengths[i : i + 1], layer.shape), q[i : i + 1]
+        )
         torch.testing.assert_close(joint[i], alone[0])
     assert not joint[2].any()
 
@@ -175,8 +177,8 @@ def filled() -> tuple[BlockLayer, Tensor]:
     g = torch.Generator().manual_seed(0)
     k, v = (torch.randn(8 * TOKENS, 2, 32, generator=g) for _ in range(2))
     k += 10 * torch.randn(32, generator=g)
-    layer.learn(pool, 0, k, v, torch.arange(len(k)) + TOKENS)
-    layer.write(pool, k, v, torch.arange(len(k)) + TOKENS)
+    layer.learn(layer.blocks(pool), 0, k, v, torch.arange(len(k)) + TOKENS)
+    layer.write(layer.blocks(pool), k, v, torch.arange(len(k)) + TOKENS)
     return layer, pool
 
 
@@ -187,11 +189,11 @@ def test_chunks_that_are_read_together_are_those_alone() -> None:
     starts, seen = [0, 3, 40, 60, 62], [150, 100, 0, 1]
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(62, heads, 32, generator=g) for heads in (4, 2, 2))
-    together = layer.read_chunks(pool, Chunks.of(starts, seen, table), q, k, v)
+    together = layer.read_chunks(layer.blocks(pool), Chunks.of(starts, seen, table), q, k, v)
     for i, (start, end) in enumerate(pairwise(starts)):
         new = slice(start, end)
         chunk = Chunks.of([0, end - start], seen[i : i + 1], table[i : i + 1])
-        alone = layer.read_chunks(pool, chunk, q[new], k[new], v[new])
+        alone = layer.read_chunks(layer.blocks(pool), chunk, q[new], k[new], v[new])
         torch.testing.assert_close(together[new], alone)
 
 
@@ -208,7 +210,7 @@ def test_a_chunk_sees_what_blocks_hold_and_itself() -> None:
     table = torch.tensor([[3, 1, 8]], dtype=torch.int32)
     g = torch.Generator().manual_seed(1)
     q, k, v = (torch.randn(20, heads, 32, generator=g) for heads in (4, 2, 2))
-    result = layer.read_chunks(pool, Chunks.of([0, 20], [150], table), q, k, v)
+    result = layer.read_chunks(layer.blocks(pool), Chunks.of([0, 20], [150], table), q, k, v)
     past = [part.of_requests(table.long()).decoded(torch.float32)[0, :, :150] for part in layer.blocks(pool).parts]
     keys, values = (torch.cat([old, new.transpose(0, 1)], 1) for old, new in zip(past, (k, v), strict=True))
     seen = torch.ones(20, 170, dtype=torch.bool).tril(150)

@@ -168,27 +168,27 @@ class BlockImpl(KVSketchImpl):
         output_block_scale: Tensor | None = None,
     ) -> Tensor:
         """Writes the attention of all new tokens [tokens, Hq, D] to `output` [tokens, Hq, Dv]."""
-        blocks, step = self.blocks, attn_metadata
-        assert blocks is not None
+        own, step = self.blocks, attn_metadata
+        assert own is not None
         if step is None:
             # vLLM measures memory, that of a GPU.
             if query.is_cuda and len(query) == self.config.scheduler_config.max_num_batched_tokens:
-                blocks.measure(query, key, value)
+                own.measure(query, key, value)
             return output.fill_(0)
-        pool = bytes_of(kv_cache)
+        blocks = own.blocks(bytes_of(kv_cache))
         count = len(step.slots)
         key, value = key[:count], value[:count]
         chunks, behind = step.chunks, slice(step.singles, count)
         if chunks is not None:
             which = max(range(len(chunks.seen)), key=lambda i: chunks.starts[i + 1] - chunks.starts[i])
             most = slice(step.singles + chunks.starts[which], step.singles + chunks.starts[which + 1])
-            blocks.learn(pool, chunks.seen[which], key[most], value[most], step.slots[most])
-        blocks.write(pool, key, value, step.slots)
+            own.learn(blocks, chunks.seen[which], key[most], value[most], step.slots[most])
+        own.write(blocks, key, value, step.slots)
         if step.singles:
             new = slice(0, step.singles)
-            output[new] = blocks.decode(pool, step.reading(blocks.shape), query[new])
+            output[new] = own.decode(blocks, step.reading(blocks.shape), query[new])
         if chunks is not None:
-            output[behind] = blocks.read_chunks(pool, chunks, query[behind], key[behind], value[behind])
+            output[behind] = own.read_chunks(blocks, chunks, query[behind], key[behind], value[behind])
         return output
 
 

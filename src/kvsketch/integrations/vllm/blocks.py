@@ -15,7 +15,7 @@ Legend: B requests, n tokens, Hq query heads, H KV heads, D key size, Dv value s
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 
 import torch
@@ -41,6 +41,8 @@ class Chunks:
     table: Tensor  # [B, M], blocks of each, as many as hold the tokens before
     begin: Tensor  # `starts` on the device
     before: Tensor  # `seen` there
+    first: Tensor  # [B] int64, the first block of each
+    by_head: dict[int, tuple[Tensor, Tensor]] = field(default_factory=dict)  # what all layers of so many heads ask for
 
     @classmethod
     def of(cls, starts: list[int], seen: list[int], table: Tensor, rows: Sequence[int] | None = None) -> Chunks:
@@ -49,7 +51,15 @@ class Chunks:
         which = torch.arange(len(seen)) if rows is None else torch.tensor(rows, dtype=torch.int64)
         begin, before = (torch.tensor(each, dtype=torch.int32) for each in (starts, seen))
         begin, before, which = uploaded([begin, before, which], [table.device] * 3)
-        return cls(starts, seen, table[:, :blocks].index_select(0, which), begin, before)
+        there = table[:, :blocks].index_select(0, which)
+        return cls(starts, seen, there, begin, before, there[:, 0].long())
+
+    def of_heads(self, heads: int) -> tuple[Tensor, Tensor]:
+        """Tokens before them [B, H], and zeros [B, H, 1] int32: where the exact slot of each head lies."""
+        if heads not in self.by_head:
+            lengths = self.before.unsqueeze(1).expand(-1, heads).contiguous()
+            self.by_head[heads] = lengths, torch.zeros_like(lengths, dtype=torch.int32).unsqueeze(-1)
+        return self.by_head[heads]
 
     @property
     def longest(self) -> int:
@@ -85,7 +95,7 @@ class BlockLayer:
         """Whether a prompt of so many tokens, the first ones not counted, moves the centers."""
         return tokens > 0 and self.known < ENOUGH and tokens >= min(ENOUGH, GROWTH * self.known)
 
-    def learn(self, pool: Tensor, seen: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def learn(self, blocks: TokenBlocks, seen: int, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Moves the centers to the mean of tokens k [n, H, D], v [n, H, Dv] of a request that has `seen` others.
 
         The first tokens of a text are unlike all others and do not count. Nothing is learnt from tokens that are not
@@ -96,21 +106,21 @@ class BlockLayer:
             return
         centers = [x[first:].mean(0, dtype=torch.float32) for x in (k, v)]
         if all(bool(center.isfinite().all()) for center in centers):
-            self.blocks(pool).move(*centers)
+            blocks.move(*centers)
             self.known = len(k) - first
 
-    def write(self, pool: Tensor, k: Tensor, v: Tensor, slots: Tensor) -> None:
+    def write(self, blocks: TokenBlocks, k: Tensor, v: Tensor, slots: Tensor) -> None:
         """Puts tokens k [n, H, D], v [n, H, Dv] into their slots [n]; -1: nowhere. Never synchronises with the GPU."""
-        write_tokens(self.blocks(pool), k, v, slots)
+        write_tokens(blocks, k, v, slots)
 
-    def decode(self, pool: Tensor, reading: Reading, q: Tensor) -> Tensor:
+    def decode(self, blocks: TokenBlocks, reading: Reading, q: Tensor) -> Tensor:
         """One token of each of B requests, which is written: q [B, Hq, D]; returns [B, Hq, Dv].
 
         Never synchronises with the GPU.
         """
-        return block_attention(q, self.blocks(pool), reading, self.scale)
+        return block_attention(q, blocks, reading, self.scale)
 
-    def read_chunks(self, pool: Tensor, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def read_chunks(self, blocks: TokenBlocks, chunks: Chunks, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Several tokens of each of some requests, all that are given: q [n, Hq, D], k [n, H, D], v [n, H, Dv].
 
         Returns [n, Hq, Dv]. What lies in blocks is read as it is: no copy of a request's tokens is made.
@@ -118,8 +128,8 @@ class BlockLayer:
         attended = causal_attention(self.flash, q, k, v, self.scale, chunks.starts)
         if not any(chunks.seen):
             return attended.out[0].transpose(0, 1)
-        keys, values = (part.in_place(chunks.table) for part in self.blocks(pool).parts)
-        lengths = chunks.before.unsqueeze(1).expand(-1, self.shape.heads).contiguous()
+        lengths, at_begin = chunks.of_heads(self.shape.heads)
+        keys, values = (part.in_place(chunks.first, at_begin) for part in blocks.parts)
         past = ops.past_attention(
             q.transpose(0, 1).unsqueeze(0), keys, values, None, None, self.scale,
             starts=chunks.begin, longest=chunks.longest, lengths=lengths, blocks=chunks.table,
@@ -136,8 +146,9 @@ class BlockLayer:
         table = torch.arange(1, 1 - (-count // TOKENS), dtype=torch.int32, device=k.device).unsqueeze(0)
         pool = torch.zeros(1 + table.shape[1], self.shape.nbytes, dtype=torch.uint8, device=k.device)
         slots = torch.arange(TOKENS, TOKENS + count, device=k.device)
-        trial.write(pool, k, v, slots)
-        trial.learn(pool, 0, k, v, slots)
+        blocks = trial.blocks(pool)
+        trial.write(blocks, k, v, slots)
+        trial.learn(blocks, 0, k, v, slots)
         # Few queries are one tile, and more of them several, whose slots are still shared by programs.
         for seen, new in ((0, count), (count, count), (count, min(ALONE, count)), (count, min(2, count))):
-            trial.read_chunks(pool, Chunks.of([0, new], [seen], table), q[:new], k[:new], v[:new])
+            trial.read_chunks(blocks, Chunks.of([0, new], [seen], table), q[:new], k[:new], v[:new])

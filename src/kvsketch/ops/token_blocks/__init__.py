@@ -84,25 +84,26 @@ class Part:
         """The tokens of requests whose blocks are `table` [B, M]."""
         codes = self.codes[table].transpose(1, 2).flatten(2, 3)
         steps = self.steps[table].transpose(1, 2).flatten(2, 3)
-        return CodedSlots(self.codec, *self._beside(table), codes, steps)
+        begins = table[:, 0].long() if table.shape[1] else None
+        at_begin = torch.zeros(len(table), len(self.center), 1, dtype=torch.int32, device=table.device)
+        return CodedSlots(self.codec, *self._beside(len(table), begins, at_begin), codes, steps)
 
-    def in_place(self, table: Tensor) -> CodedSlots:
-        """All blocks [P, H, T, D], with the center and the first token of each request [B, M]: nothing is copied.
+    def in_place(self, begins: Tensor, at_begin: Tensor) -> CodedSlots:
+        """All blocks [P, H, T, D], with the center and the first token of requests: nothing is copied.
 
-        `ops.past_attention` reads them through the table.
+        `ops.past_attention` reads them through the table. begins [B] int64: the first block of each request; at_begin
+        [B, H, 1] int32: zeros.
         """
-        return CodedSlots(self.codec, *self._beside(table), self.codes, self.steps)
+        return CodedSlots(self.codec, *self._beside(len(begins), begins, at_begin), self.codes, self.steps)
 
-    def _beside(self, table: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def _beside(self, batch: int, begins: Tensor | None, at_begin: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Centers [B, H, D], first tokens [B, H, 0 or 1, D] where they have a second code, and that these are first."""
-        batch, heads = len(table), len(self.center)
         center = self.center.expand(batch, -1, -1)
-        if self.first is None or self.first_step is None or not table.shape[1]:
-            return center, center.new_zeros(batch, heads, 0, self.codec.size), table.new_zeros(batch, heads, 0).int()
-        begins = table[:, 0].long()
-        levels = self.first[begins].float() - self.first_codec.half_range
-        exact = levels * self.first_step[begins].float().unsqueeze(-1)
-        return center, exact.unsqueeze(2), table.new_zeros(batch, heads, 1).int()
+        if self.first is None or self.first_step is None or begins is None:
+            return center, center.new_zeros(batch, len(self.center), 0, self.codec.size), at_begin[:, :, :0]
+        levels = self.first.index_select(0, begins).to(torch.float32).sub_(self.first_codec.half_range)
+        steps = self.first_step.index_select(0, begins)
+        return center, levels.mul_(steps.unsqueeze(-1)).unsqueeze(2), at_begin
 
 
 @dataclass
