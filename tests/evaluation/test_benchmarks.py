@@ -160,6 +160,18 @@ def test_bamboo_reads_questions_hypotheses_and_numbers(tmp_path: Path) -> None:
     assert made.score(" 19645", {"task": "altqa_4k", "answer": "1964"}) == 0
 
 
+def test_bamboo_asks_behind_a_document_whose_question_stands_before_it(tmp_path: Path) -> None:
+    """So it is in half of the lines of altqa; each of them is a text of its own."""
+    contents = [f"Answer.\n\nQuestion:\nwhich {n}\n\nDocument:\nIn {n} it was so." for n in (1964, 1965)]
+    lines = [json.dumps({"content": each, "answer": "1964"}) for each in contents]
+    (tmp_path / "altqa_4k.jsonl").write_text("\n".join(lines))
+    documents = bamboo.Bamboo(bamboo.BambooOptions(data=str(tmp_path), tasks=("altqa_4k",))).read()
+    assert [each.text for each in documents.values()] == [
+        f"Answer.\n\nDocument:\nIn {n} it was so." for n in (1964, 1965)
+    ]
+    assert [each.items[0].question for each in documents.values()] == ["which 1964", "which 1965"]
+
+
 def test_bamboo_writes_records_of_all_kinds(tmp_path: Path, model: Path) -> None:
     tasks = ["--tasks", "meetingqa_4k,senhallu_4k,altqa_4k", "--max-new-tokens", "3"]
     assert run_experiment(bamboo.Bamboo, options(model, bamboo_files(tmp_path), tmp_path / "out", *tasks)) == 0
