@@ -233,6 +233,12 @@ def test_answers_of_longbench_are_scored_by_task(task: str, said: str, gold: lis
     assert made.score(said, {"task": task, "answers": gold}) == pytest.approx(score)
 
 
+def test_a_label_is_right_without_the_classes_that_it_was_chosen_from() -> None:
+    """So trec has it; the others have a list, or the text of one."""
+    assert minilongbench.gold({"all_classes": ["Date", "Individual"], "answers": ["Individual"]}) == ["Individual"]
+    assert minilongbench.gold("['Ann', 'Bob']") == minilongbench.gold(["Ann", "Bob"]) == ["Ann", "Bob"]
+
+
 # FinanceBench
 
 
