@@ -309,6 +309,17 @@ def test_the_last_box_is_the_answer() -> None:
     assert math.boxed(r"so \boxed{1") is None and math.boxed("so 1") is None
 
 
+@pytest.mark.parametrize(("file", "name"), [("aime24/test.jsonl", "aime24"), ("data/math.jsonl", "math")])
+def test_problems_are_named_after_their_file_or_its_folder(tmp_path: Path, file: str, name: str) -> None:
+    """Qwen2.5-Math has a folder for each set, LongFLow one for all, with answers of another name."""
+    path = tmp_path / file
+    path.parent.mkdir()
+    path.write_text(json.dumps({"question": "q", "true_answer": "7"}))
+    made = math.Math(math.MathOptions(data=str(path)))
+    assert [row["answer"] for row in made.file_rows] == ["7"]
+    assert [own for _, own in made.questions()] == [{"task": name}]
+
+
 def test_math_takes_the_files_of_several_sets(tmp_path: Path, model: Path) -> None:
     rows = [
         {"problem": "p", "answer": 27.0},
