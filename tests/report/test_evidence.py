@@ -114,6 +114,20 @@ def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
     assert "0.00 [0.00, 0.00]" in sixteenth and "`snapkv`" in sixteenth and "`rehearse`" not in sixteenth
 
 
+def test_all_tokens_in_few_bits_stand_at_the_share_that_is_nearest_to_their_bytes() -> None:
+    """They have no budget."""
+    few = [
+        made("leval", "full:bits=4", "", text, n, task="tpo", score=1.0, expected="ABCD"[n])
+        for text in range(8)
+        for n in range(4)
+    ]
+    for each in few:
+        each["data"]["device_bytes"] = 9
+    table = evidence.tables(evidence.shown([*answers(), *few]), docs.BIG, evidence.DOCUMENTS)
+    eighth, sixteenth = table.split("**1/16 of the bytes**")
+    assert "`full:bits=4` | 9.0% | " in eighth and "full:bits=4" not in sixteenth
+
+
 def test_fewer_questions_have_the_full_caches_answers_to_these_beside() -> None:
     asked = [record for record in answers() if record["data"]["method"] == "full" or "question=3" in str(record)]
     table = evidence.tables(evidence.shown(asked), docs.BIG, "Questions about documents")

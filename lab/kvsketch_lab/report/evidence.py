@@ -119,12 +119,23 @@ def tables(records: Sequence[Record], model: str, part: str) -> str:
 def _by_share(
     records: Sequence[Record], model: str, parts: Sequence[str]
 ) -> tuple[list[Record], dict[str, dict[str, list[Record]]]]:
-    """Those of the full cache, and those of each share, the largest first, and method."""
+    """Those of the full cache, and those of each share, the largest first, and method. A method without a budget, such
+    as all tokens in few bits, stands at the share that is nearest to its bytes.
+    """
     own = [record for record in records if model_name(record["data"]) == model and columns(record)[0] in parts]
     shares = grouped(own, lambda record: str(record["data"]["budget"]))
     by = {share: grouped(shares[share], lambda record: str(record["data"]["method"])) for share in shares}
-    full = by.pop("", {}).get(FULL, [])
+    without = by.pop("", {})
+    full = without.pop(FULL, [])
+    for method, found in without.items() if by else ():
+        by[nearest(found, by)][method] = found
     return full, {share: by[share] for share in sorted(by, key=budget_value, reverse=True)}
+
+
+def nearest(records: Sequence[Record], shares: Iterable[str]) -> str:
+    """The share that is nearest to the bytes that records say were taken."""
+    taken = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in records])
+    return min(shares, key=lambda share: abs(math.log(taken / budget_value(share))))
 
 
 def _same(full: Sequence[Record], others: Sequence[Record]) -> list[Record]:
