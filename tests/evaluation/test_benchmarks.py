@@ -160,6 +160,18 @@ def test_bamboo_reads_questions_hypotheses_and_numbers(tmp_path: Path) -> None:
     assert made.score(" 19645", {"task": "altqa_4k", "answer": "1964"}) == 0
 
 
+def test_bamboo_asks_behind_a_document_whose_question_stands_before_it(tmp_path: Path) -> None:
+    """So it is in half of the lines of altqa; each of them is a text of its own."""
+    contents = [f"Answer.\n\nQuestion:\nwhich {n}\n\nDocument:\nIn {n} it was so." for n in (1964, 1965)]
+    lines = [json.dumps({"content": each, "answer": "1964"}) for each in contents]
+    (tmp_path / "altqa_4k.jsonl").write_text("\n".join(lines))
+    documents = bamboo.Bamboo(bamboo.BambooOptions(data=str(tmp_path), tasks=("altqa_4k",))).read()
+    assert [each.text for each in documents.values()] == [
+        f"Answer.\n\nDocument:\nIn {n} it was so." for n in (1964, 1965)
+    ]
+    assert [each.items[0].question for each in documents.values()] == ["which 1964", "which 1965"]
+
+
 def test_bamboo_writes_records_of_all_kinds(tmp_path: Path, model: Path) -> None:
     tasks = ["--tasks", "meetingqa_4k,senhallu_4k,altqa_4k", "--max-new-tokens", "3"]
     assert run_experiment(bamboo.Bamboo, options(model, bamboo_files(tmp_path), tmp_path / "out", *tasks)) == 0
@@ -219,6 +231,12 @@ def test_minilongbench_splits_before_the_question(tmp_path: Path, model: Path) -
 def test_answers_of_longbench_are_scored_by_task(task: str, said: str, gold: list[str], score: float) -> None:
     made = minilongbench.Minilongbench(minilongbench.MinilongbenchOptions())
     assert made.score(said, {"task": task, "answers": gold}) == pytest.approx(score)
+
+
+def test_a_label_is_right_without_the_classes_that_it_was_chosen_from() -> None:
+    """So trec has it; the others have a list, or the text of one."""
+    assert minilongbench.gold({"all_classes": ["Date", "Individual"], "answers": ["Individual"]}) == ["Individual"]
+    assert minilongbench.gold("['Ann', 'Bob']") == minilongbench.gold(["Ann", "Bob"]) == ["Ann", "Bob"]
 
 
 # FinanceBench
@@ -289,6 +307,17 @@ def test_answers_that_say_the_same(said: str, right: str, same: bool) -> None:
 def test_the_last_box_is_the_answer() -> None:
     assert math.boxed(r"\boxed{1} and then \boxed{\frac{1}{2}}.") == r"\frac{1}{2}"
     assert math.boxed(r"so \boxed{1") is None and math.boxed("so 1") is None
+
+
+@pytest.mark.parametrize(("file", "name"), [("aime24/test.jsonl", "aime24"), ("data/math.jsonl", "math")])
+def test_problems_are_named_after_their_file_or_its_folder(tmp_path: Path, file: str, name: str) -> None:
+    """Qwen2.5-Math has a folder for each set, LongFLow one for all, with answers of another name."""
+    path = tmp_path / file
+    path.parent.mkdir()
+    path.write_text(json.dumps({"question": "q", "true_answer": "7"}))
+    made = math.Math(math.MathOptions(data=str(path)))
+    assert [row["answer"] for row in made.file_rows] == ["7"]
+    assert [own for _, own in made.questions()] == [{"task": name}]
 
 
 def test_math_takes_the_files_of_several_sets(tmp_path: Path, model: Path) -> None:

@@ -350,3 +350,17 @@ def test_the_last_record_of_a_benchmark_counts(tmp_path: Path) -> None:
     page = docs.Numbers(tmp_path).words("benchmarks")
     assert "| 1 | `full` | 7.00 | 6.00-8.00 | 4.00 | 1.00x |" in page
     assert "9.00" not in page
+
+
+def test_promises_about_texts_of_several_lengths_have_a_table_each(tmp_path: Path) -> None:
+    for name in ("docs", "results/eval"):
+        (tmp_path / name).mkdir(parents=True)
+    said = {"promised": 0.05, "text_kind": "lines", "loss": 0.0, "kept": 1.0, "right": 1.0, "full_right": 1.0}
+    own = [
+        record("promise", {"model": "m", "sample": "text=0", "tokens": tokens, "bytes": share, **said})
+        for tokens, share in ((2048, 0.25), (8192, 0.5))
+    ]
+    write(tmp_path / "results" / "promise" / "promise.jsonl", own)
+    short, long = docs.Numbers(tmp_path).words("promises").split("texts of 8192 tokens")
+    assert "texts of 2048 tokens" in short and "| 5% | lines | 1 | 25.0% |" in short
+    assert "| 5% | lines | 1 | 50.0% |" in long

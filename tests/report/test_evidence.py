@@ -20,7 +20,8 @@ def test_every_part_of_the_page_has_a_text(tmp_path: Path) -> None:
         "leval": {"task": "tpo"}, "locomo": {"task": "temporal"}, "gsm8k": {"problems": 1}, "ruler": {"length": 4000},
         "instructions": {"instructions": 5, "tokens": 99}, "lines": {"lines": 200, "turns": 5, "turn": 0},
         "likelihood": {"task": "qmsum", "nll": 1.0, "kl": 0.0, "kl_largest": [0.0], "tokens_scored": 1},
-        "longbench2": {"choice_nll": 1.0}, "realtalk": {"task": "temporal"},
+        "longbench2": {"choice_nll": 1.0}, "realtalk": {"task": "temporal"}, "math": {"task": "math"},
+        "bamboo": {"task": "paperqa_4k", "choice_nll": 1.0}, "minilongbench": {"task": "trec"}, "financebench": {},
     }  # fmt: skip
     for kind, facts in parts.items():
         own = [made(kind, method, budget, 0, 0, **{"task": "x", "score": 1.0, **facts})
@@ -28,7 +29,7 @@ def test_every_part_of_the_page_has_a_text(tmp_path: Path) -> None:
         write(tmp_path / "results" / "evidence" / f"{kind}.jsonl", own)
     page = docs.Numbers(tmp_path).words("evidence")
     titles = {evidence.columns(record)[0] for record in docs.Numbers(tmp_path).records("evidence")}
-    assert len(titles) == 9 and all(f"### {title}\n" in page for title in titles)
+    assert len(titles) == 13 and all(f"### {title}\n" in page for title in titles)
 
 
 def made(kind: str, method: str, budget: str, text: int, number: int, **more: Any) -> Any:
@@ -49,6 +50,20 @@ def answers() -> Iterator[Any]:
                 yield made("leval", method, budget, text, number, task="tpo", score=right, expected="ABCD"[number])
                 even = float((number + text) % 2)
                 yield made("leval", method, budget, text, number + 4, task="sci_fi", score=even, expected=number % 2)
+
+
+def test_questions_without_choices_tell_no_likelihood() -> None:
+    """BAMBOO has both; the numbers of altqa are generated."""
+    own = [
+        made("bamboo", method, budget, text, 0, task=task, score=1.0, expected="A", **said)
+        for method, budget, nll in (("full", "", 0.5), ("rehearse", "1/8", 0.75))
+        for task, said in (("paperqa_4k", {"choice_nll": nll}), ("altqa_4k", {}))
+        for text in range(4)
+    ]
+    shown = evidence.tables(own, docs.BIG, evidence.BAMBOO)
+    assert "| 0.75 | +0.250" in shown and "BAMBOO, altqa_4k (4 questions" in shown
+    numbers = [each for each in own if each["data"]["task"] == "altqa_4k"]
+    assert "nan" not in evidence.tables(numbers, docs.BIG, evidence.BAMBOO)
 
 
 def test_how_likely_the_right_choice_is_is_compared_question_by_question() -> None:
@@ -97,6 +112,20 @@ def test_the_full_cache_stands_above_and_chance_is_flagged() -> None:
     assert [line.split("`")[1] for line in lines] == ["full", "rehearse"]
     assert "100.0%" in lines[0] and "12.0%" in lines[1] and all("0.75 [0.75, 0.75]" in line for line in lines)
     assert "0.00 [0.00, 0.00]" in sixteenth and "`snapkv`" in sixteenth and "`rehearse`" not in sixteenth
+
+
+def test_all_tokens_in_few_bits_stand_at_the_share_that_is_nearest_to_their_bytes() -> None:
+    """They have no budget."""
+    few = [
+        made("leval", "full:bits=4", "", text, n, task="tpo", score=1.0, expected="ABCD"[n])
+        for text in range(8)
+        for n in range(4)
+    ]
+    for each in few:
+        each["data"]["device_bytes"] = 9
+    table = evidence.tables(evidence.shown([*answers(), *few]), docs.BIG, evidence.DOCUMENTS)
+    eighth, sixteenth = table.split("**1/16 of the bytes**")
+    assert "`full:bits=4` | 9.0% | " in eighth and "full:bits=4" not in sixteenth
 
 
 def test_fewer_questions_have_the_full_caches_answers_to_these_beside() -> None:

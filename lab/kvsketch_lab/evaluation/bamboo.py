@@ -118,6 +118,7 @@ def _item(task: str, row: dict[str, Any]) -> tuple[str, Item]:
     if kind(task) == HYPOTHESIS:
         asked = f"Hypothesis: {row['hypothesis']}\n(A) right\n(B) wrong"
         return text, Item(task, asked, "A" if answer == "True" else "B")
-    # The question is the end of the text.
-    before, _, question = text.rpartition("\nQuestion:")
-    return before, Item(task, question.strip(), answer.replace(",", ""))
+    # The question stands behind the document or before it; asked is it behind.
+    before, _, after = text.rpartition("\nQuestion:")
+    question, mark, document = after.partition("\nDocument:")
+    return before + mark + document, Item(task, question.strip(), answer.replace(",", ""))

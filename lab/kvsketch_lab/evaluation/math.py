@@ -2,10 +2,11 @@ r"""Problems of mathematics with long answers: MATH-500, AIME and others, compre
 
     kvsketch eval math --data test.jsonl --model qwen2.5-coder-1.5b --texts 100 --bytes 1/2,1/4
 
-`--data` is a file of JSON lines with `problem` (or `question`) and `answer`, as in evaluation/data/ of
-QwenLM/Qwen2.5-Math or data/ of yisunlp/LongFlow; where there is no answer, the last box of `solution` is it. The model
-ends with its answer in \boxed{}. An answer is right when it says the same as the expected one: as a number, or letter
-by letter without what LaTeX takes for spacing and size. Bytes are measured at the end of the answer, as in `gsm8k`.
+`--data` is a file of JSON lines with `problem` (or `question`) and `answer` (or `true_answer`), as in evaluation/data/
+of QwenLM/Qwen2.5-Math or data/ of yisunlp/LongFLow; where there is no answer, the last box of `solution` is it. Records
+name the file, or its folder if it is called `test`. The model ends with its answer in \boxed{}. An answer is right when
+it says the same as the expected one: as a number, or letter by letter without what LaTeX takes for spacing and size.
+Bytes are measured at the end of the answer, as in `gsm8k`.
 """
 
 from __future__ import annotations
@@ -86,7 +87,8 @@ class Math(QuestionExperiment):
         rows = json_lines(path, "name a file of problems such as evaluation/data/aime24/test.jsonl")
         for at, row in enumerate(rows, 1):
             row["problem"] = row.get("problem") or row.get("question")
-            row["answer"] = row.get("answer") if row.get("answer") is not None else boxed(str(row.get("solution", "")))
+            known = [row[name] for name in ("answer", "true_answer") if row.get(name) is not None]
+            row["answer"] = known[0] if known else boxed(str(row.get("solution", "")))
             if not row["problem"] or row["answer"] in (None, ""):
                 raise ValueError(
                     f"{path}, line {at} needs problem (or question) and answer (or a solution with {BOX}}})"
@@ -95,7 +97,9 @@ class Math(QuestionExperiment):
 
     @functools.cached_property
     def _source(self) -> dict[str, Any]:
-        return {"source": Path(self.options.data).parent.name, "data_sha256": file_hashes(Path(self.options.data))}
+        path = Path(self.options.data)
+        name = path.absolute().parent.name if path.stem == "test" else path.stem
+        return {"source": name, "data_sha256": file_hashes(path)}
 
     def origin(self) -> dict[str, Any]:
         return super().origin() | self._source

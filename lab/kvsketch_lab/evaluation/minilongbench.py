@@ -92,7 +92,9 @@ def split(task: str, prompt: str) -> tuple[str, str]:
 
 
 def gold(value: Any) -> list[str]:
-    """The right answers: a list, or the text of one."""
+    """The right answers: a list, the text of one, or with the classes that a label was chosen from."""
+    if isinstance(value, dict):
+        value = value["answers"]
     if isinstance(value, str) and value.startswith("["):
         value = ast.literal_eval(value)
     return [str(each) for each in value] if isinstance(value, list) else [str(value)]

@@ -34,6 +34,10 @@ from kvsketch_lab.report.palette import order
 FULL = "full"
 DIVERGENCES = ["KL", "KL, 99.9th percentile"]
 LIKELIHOODS = ["-log p of the right choice", "more than the full cache"]
+# The tasks of LongBench by how they are scored, for there are few questions of each; others are questions.
+LONGBENCH_KINDS = dict.fromkeys(("trec", "passage_retrieval_en", "passage_count"), "labels")
+LONGBENCH_KINDS |= dict.fromkeys(("gov_report", "qmsum", "multi_news", "samsum"), "summaries")
+PROBLEM_SETS = {"math": "MATH-500", "aime24": "AIME 2024", "aime25": "AIME 2025"}
 PERMILLE = 0.001  # of the tokens, beyond the 99.9th percentile
 
 
@@ -41,7 +45,9 @@ DOCUMENTS, CONVERSATION, TURNS = "Questions about documents", "Questions about a
 LONG_ANSWERS, INSTRUCTIONS, LONGER = "Long answers", "Instructions", "Longer texts"
 LIKELIHOOD = "How likely a reference is"
 CHOICES, CHATS = "Choices about long documents", "Questions about real chats"
-EXTRA = {LIKELIHOOD: DIVERGENCES, CHOICES: LIKELIHOODS}  # columns beside those of tasks
+BAMBOO, LONGBENCH, REPORTS = "Questions about meetings and papers", "LongBench", "Questions about annual reports"
+PROBLEMS = "Problems of mathematics"
+EXTRA = {LIKELIHOOD: DIVERGENCES, CHOICES: LIKELIHOODS, BAMBOO: LIKELIHOODS}  # columns beside those of tasks
 
 
 def columns(record: Record) -> tuple[str, list[str]]:
@@ -59,6 +65,14 @@ def columns(record: Record) -> tuple[str, list[str]]:
             return CHOICES, ["LongBench v2"]
         case "realtalk":
             return CHATS, ["all", f"REALTALK, {data['task']}"]
+        case "bamboo":
+            return BAMBOO, [f"BAMBOO, {data['task']}"]
+        case "minilongbench":
+            return LONGBENCH, [f"LongBench, {LONGBENCH_KINDS.get(data['task'], 'questions')}"]
+        case "financebench":
+            return REPORTS, ["FinanceBench"]
+        case "math":
+            return PROBLEMS, [PROBLEM_SETS.get(data["task"], data["task"])]
         case "gsm8k":
             return LONG_ANSWERS, [f"{data['problems']} in a prompt" if data["problems"] > 1 else "1 problem"]
         case "instructions":
@@ -105,12 +119,23 @@ def tables(records: Sequence[Record], model: str, part: str) -> str:
 def _by_share(
     records: Sequence[Record], model: str, parts: Sequence[str]
 ) -> tuple[list[Record], dict[str, dict[str, list[Record]]]]:
-    """Those of the full cache, and those of each share, the largest first, and method."""
+    """Those of the full cache, and those of each share, the largest first, and method. A method without a budget, such
+    as all tokens in few bits, stands at the share that is nearest to its bytes.
+    """
     own = [record for record in records if model_name(record["data"]) == model and columns(record)[0] in parts]
     shares = grouped(own, lambda record: str(record["data"]["budget"]))
     by = {share: grouped(shares[share], lambda record: str(record["data"]["method"])) for share in shares}
-    full = by.pop("", {}).get(FULL, [])
+    without = by.pop("", {})
+    full = without.pop(FULL, [])
+    for method, found in without.items() if by else ():
+        by[nearest(found, by)][method] = found
     return full, {share: by[share] for share in sorted(by, key=budget_value, reverse=True)}
+
+
+def nearest(records: Sequence[Record], shares: Iterable[str]) -> str:
+    """The share that is nearest to the bytes that records say were taken."""
+    taken = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in records])
+    return min(shares, key=lambda share: abs(math.log(taken / budget_value(share))))
 
 
 def _same(full: Sequence[Record], others: Sequence[Record]) -> list[Record]:
@@ -135,7 +160,7 @@ def _table(part: str, full: Sequence[Record], others: dict[str, list[Record]]) -
     for method, own in rows.items():
         held = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in own])
         texts = [_text(by[method].get(task, []), reference.get(task, [])) for task in tasks]
-        extra = _divergences(own) if part == LIKELIHOOD else _likelihoods(own, full) if part == CHOICES else []
+        extra = _divergences(own) if part == LIKELIHOOD else _likelihoods(own, full) if part in EXTRA else []
         lines.append([blocks.Code(method), f"{held:.1%}", *texts, *extra])
     return blocks.table(head, lines)
 
@@ -206,14 +231,21 @@ def _divergences(records: Sequence[Record]) -> list[str]:
 
 
 def _likelihoods(records: Sequence[Record], full: Sequence[Record]) -> list[str]:
-    """-log p of the right choice in nats, and how much more it is than with the full cache, question by question."""
+    """-log p of the right choice in nats, and how much more it is than with the full cache, question by question; of
+    questions with choices.
+    """
 
     def results(some: Sequence[Record]) -> list[Result]:
         return [
-            Result(question_of(each), text_of(each["data"], each["seed"]), each["data"]["choice_nll"]) for each in some
+            Result(question_of(each), text_of(each["data"], each["seed"]), each["data"]["choice_nll"])
+            for each in some
+            if "choice_nll" in each["data"]
         ]
 
-    told = f"{mean([record['data']['choice_nll'] for record in records]):.2f}"
+    known = [record["data"]["choice_nll"] for record in records if "choice_nll" in record["data"]]
+    if not known:
+        return ["", ""]
+    told = f"{mean(known):.2f}"
     more = None if records is full else paired_difference(results(records), results(full))
     return [told, "" if more is None else interval_text(more.estimate, "+.3f")]
 

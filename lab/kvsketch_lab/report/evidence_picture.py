@@ -23,7 +23,8 @@ from kvsketch_lab.report.ranking import WHOLE, columns
 
 OURS = ("rehearse", "rehearse:replay=learned")
 MOST_OTHERS, LEAST_POINTS = 7, 4  # methods, and points of a panel
-NAMES = {"leval": "L-Eval, closed tasks", "locomo": "LoCoMo", "gsm8k": "GSM8K, long answers"}
+NAMES = {"leval": "L-Eval, closed tasks", "locomo": "LoCoMo", "gsm8k": "GSM8K, long answers", "bamboo": "BAMBOO"}
+NAMES |= {"minilongbench": "LongBench", "math": "Mathematics, long answers"}
 
 
 class Point(NamedTuple):

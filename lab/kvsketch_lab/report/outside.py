@@ -52,7 +52,8 @@ def _marked(record: Record, made_by: str) -> Record:
     if data.get("budgets_in") != "bytes":
         raise ValueError(f"{where}: its budget is not one of bytes; measure with `kvsketch eval ... --bytes 1/8,1/16`")
     if not ranking.columns(record)[1]:
-        known = "leval, locomo, gsm8k, instructions, ruler, lines"
+        known = "leval, locomo, realtalk, longbench2, minilongbench, bamboo, financebench, math, gsm8k, instructions, "
+        known += "ruler, lines"
         raise ValueError(f"{where}: no ranking shows records of kind {record['kind']}; choose one of: {known}")
     identity = [*record.get("identity", ("method", "budget", "sample")), MADE_BY]
     return {**record, "identity": identity, "data": {**data, MADE_BY: made_by}}

@@ -11,7 +11,6 @@ real ones are ranked apart: they lose very different amounts, and few methods we
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
@@ -24,7 +23,6 @@ from kvsketch_lab.records import (
     budget_value,
     interval_text,
     latest,
-    mean,
     paired_difference,
     text_of,
 )
@@ -102,8 +100,7 @@ def _by_share(records: Iterable[Record]) -> dict[str, list[Record]]:
     for own in grouped(records, _name).values():
         by = grouped(own, lambda record: str(record["data"]["budget"]))
         if alone := by.pop("", []):
-            taken = mean([record["data"]["device_bytes"] / record["data"]["full_bytes"] for record in alone])
-            by.setdefault(min(SHARES, key=lambda share: abs(math.log(taken / budget_value(share)))), alone)
+            by.setdefault(evidence.nearest(alone, SHARES), alone)
         for share, found in by.items():
             result.setdefault(share, []).extend(found)
     return result
