@@ -72,7 +72,7 @@ def columns(record: Record) -> tuple[str, list[str]]:
         case "financebench":
             return REPORTS, ["FinanceBench"]
         case "math":
-            return PROBLEMS, [PROBLEM_SETS.get(data["task"], data["task"])]
+            return PROBLEMS, [str(PROBLEM_SETS.get(data["task"], data["task"]))]
         case "gsm8k":
             return LONG_ANSWERS, [f"{data['problems']} in a prompt" if data["problems"] > 1 else "1 problem"]
         case "instructions":
