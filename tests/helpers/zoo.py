@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import copy
-from typing import Any
+import pickle
+from typing import Any, cast
 
 import torch
 from transformers import (
@@ -78,7 +78,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-_BUILT: dict[str, PreTrainedModel] = {}
+_BUILT: dict[str, bytes] = {}
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
@@ -86,9 +86,9 @@ def build(family: str, **changes: Any) -> PreTrainedModel:
     if changes:
         return _new(family, **changes)
     if family not in _BUILT:
-        _BUILT[family] = _new(family)
+        _BUILT[family] = pickle.dumps(_new(family))
     torch.manual_seed(0)
-    return copy.deepcopy(_BUILT[family])  # half the time of a new one
+    return cast(PreTrainedModel, pickle.loads(_BUILT[family]))  # a third of the time of a new one
 
 
 def _new(family: str, **changes: Any) -> PreTrainedModel:

@@ -4,22 +4,28 @@ Triton's interpreter, which the other tests use where there is no GPU, accepts p
 name that changes its type in a loop, an operation that the device does not have. Here the operations are called in a
 process without the interpreter, under a driver that compiles every launch and runs none. The launches are those of a
 GPU: bfloat16, and float32 where a program is long, early starts, and as many optional parts in one call as it can have.
+
+Triton's first stages find such mistakes and take a tenth of the time. The others (layouts, LLVM, ptxas) give the same
+result for the same program, so they run for programs that `compiled.json` does not list; `make test-thorough` runs them
+for all. To list the programs of today, which takes minutes: python -m tests.ops.test_compile note
 """
 
 from __future__ import annotations
 
 import ast
 import contextlib
+import hashlib
 import importlib
+import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -46,6 +52,7 @@ from tests.ops.formula import needs_triton
 
 B, HQ, H, N, S, D = 1, 8, 2, 64, 256, 64  # batch rows, query heads, KV heads, queries, slots, head size
 MOST_LINES = 20_000  # of PTX; a thousand take up to half a second
+LISTED = Path(__file__).with_name("compiled.json")  # programs that were compiled the whole way, and by which Triton
 
 
 def has_nvidia_backend() -> bool:
@@ -57,33 +64,50 @@ def has_nvidia_backend() -> bool:
 
 @needs_triton
 @pytest.mark.skipif(not has_nvidia_backend(), reason="Triton has no NVIDIA backend here")
-@pytest.mark.parametrize("calls", ["CALLS", *also("OTHER_CALLS")])
-def test_every_kernel_compiles_for_an_h200(calls: str) -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    ran = subprocess.run(
-        [sys.executable, "-m", "tests.ops.test_compile", calls], env=environment, cwd=Path(__file__).parents[2],
-        capture_output=True, text=True,
-    )  # fmt: skip
-    assert ran.returncode == 0, ran.stderr[-4000:]
-    compiled = [line.split() for line in ran.stdout.splitlines()]
-    assert calls != "CALLS" or launches_in_the_source() == {name for name, _ in compiled}, "add a call to CALLS"
-    long = {name: lines for name, lines in compiled if int(lines) > MOST_LINES}
+@pytest.mark.parametrize(("calls", "way"), [("CALLS", "listed"), *also(("CALLS", "whole"), ("OTHER_CALLS", "whole"))])
+def test_every_kernel_compiles_for_an_h200(calls: str, way: str, tmp_path: Path) -> None:
+    compiled = compiled_in_a_process(tmp_path, calls, way)
+    assert calls != "CALLS" or launches_in_the_source() == {name for name, _, _ in compiled}, "add a call to CALLS"
+    long = {name: lines for name, _, lines in compiled if int(lines) > MOST_LINES}
     assert not long, f"{long} lines of PTX take a minute to compile: smaller tiles, or products on the tensor cores"
+    new = {name for name, mark, _ in compiled if mark not in listed()}
+    assert way == "listed" or not listed() or not new, f"{new} compile, slowly: python -m tests.ops.test_compile note"
 
 
 @needs_triton
 @pytest.mark.skipif(not has_nvidia_backend(), reason="Triton has no NVIDIA backend here")
-def test_steps_of_any_number_of_rows_run_the_same_programs() -> None:
+def test_a_program_that_is_not_listed_is_compiled_the_whole_way(tmp_path: Path) -> None:
+    compiled = compiled_in_a_process(tmp_path, "SHORT_CALLS", "none")
+    assert len(compiled) == 1 and int(compiled[0][2]) > 100
+
+
+@needs_triton
+@pytest.mark.skipif(not has_nvidia_backend(), reason="Triton has no NVIDIA backend here")
+def test_steps_of_any_number_of_rows_run_the_same_programs(tmp_path: Path) -> None:
     """Those of some rows are compiled before the first request; another number must not wait for a compiler."""
+    launches = compiled_in_a_process(tmp_path, "NUMBERS_OF_ROWS", "half")
+    assert len(launches) == 3 * 8 + 3 + 5 * 3 + 4 + 3
+    assert len({mark for _, mark, _ in launches}) == len({name for name, _, _ in launches}) == 3 + 1 + 5 + 1, launches
+
+
+def compiled_in_a_process(cache: Path, calls: str, way: str) -> list[list[str]]:
+    """Name, mark and lines of PTX of each launch; compiled in an empty cache, else a program is not made again."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["TRITON_CACHE_DIR"] = str(cache)
     ran = subprocess.run(
-        [sys.executable, "-m", "tests.ops.test_compile", "NUMBERS_OF_ROWS"], env=environment,
-        cwd=Path(__file__).parents[2], capture_output=True, text=True,
+        [sys.executable, "-m", "tests.ops.test_compile", calls, way], env=environment, cwd=Path(__file__).parents[2],
+        capture_output=True, text=True,
     )  # fmt: skip
     assert ran.returncode == 0, ran.stderr[-4000:]
-    launches = [line.split() for line in ran.stdout.splitlines()]
-    assert len(launches) == 3 * 8 + 3 + 5 * 3 + 4 + 3
-    assert len({program for _, program in launches}) == len({name for name, _ in launches}) == 3 + 1 + 5 + 1, launches
+    return [line.split() for line in ran.stdout.splitlines()]
+
+
+def listed() -> set[str]:
+    """The marks of programs that this Triton has compiled."""
+    import triton
+
+    known = json.loads(LISTED.read_text())
+    return set(known["programs"]) if known["triton"] == triton.__version__ else set()
 
 
 def launches_in_the_source() -> set[str]:
@@ -530,8 +554,58 @@ NUMBERS_OF_ROWS: tuple[Callable[[], None], ...] = (
 )  # fmt: skip
 
 
+SHORT_CALLS: tuple[Callable[[], None], ...] = (rotate_queries,)
+
+
 class LaunchedTwice(Exception):
     """A call launches a kernel again. Nothing was computed, so that it may never see a reason to stop."""
+
+
+class HalfCompiled(Exception):
+    """Raised to leave out the stages behind the first ones; it stands for the program then."""
+
+    asm: ClassVar[dict[str, str]] = {"ptx": ""}
+
+
+class Everything:
+    def __contains__(self, mark: object) -> bool:
+        return True
+
+
+def compile_half(known: Collection[str] | Everything) -> dict[int, str]:
+    """Has Triton leave out the stages behind the first ones for programs whose marks are known. The result holds the
+    mark of each program: two launches have the same if they share a program.
+    """
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.jit import JITFunction
+
+    add, compile_program = CUDABackend.add_stages, JITFunction._do_compile
+    marks: dict[int, str] = {}
+    last = [""]
+
+    def add_stages(self: Any, stages: dict[str, Any], options: Any, *more: Any) -> None:
+        add(self, stages, options, *more)
+        go_on = stages["ttgir"]
+
+        def stage(module: Any, metadata: Any) -> Any:
+            # What a program does and how it is compiled, without the lines of the source that it came from.
+            last[0] = hashlib.sha256((options.hash() + module.str_nodebug()).encode()).hexdigest()[:16]
+            if last[0] in known:
+                raise HalfCompiled
+            return go_on(module, metadata)
+
+        stages["ttgir"] = stage
+
+    def program_of(self: Any, key: Any, signature: Any, device: Any, *more: Any, **named: Any) -> Any:
+        try:
+            program = compile_program(self, key, signature, device, *more, **named)
+        except HalfCompiled as half:
+            program = self.device_caches[device][0][key] = half.with_traceback(None)
+        marks[id(program)] = last[0]
+        return program
+
+    CUDABackend.add_stages, JITFunction._do_compile = add_stages, program_of
+    return marks
 
 
 def compile_all(calls: Sequence[Callable[[], None]], report: Callable[[str, Any], None]) -> None:
@@ -574,7 +648,33 @@ def compile_all(calls: Sequence[Callable[[], None]], report: Callable[[str, Any]
             call()
 
 
+def note() -> None:
+    """Lists all programs that compile today."""
+    import triton
+
+    marks = compile_half(())
+    made: set[str] = set()
+    compile_all((*CALLS, *OTHER_CALLS), lambda name, program: made.add(marks[id(program)]))
+    LISTED.write_text(json.dumps({"triton": triton.__version__, "programs": sorted(made)}, indent=0) + "\n")
+
+
+def main(calls: str, way: str) -> None:
+    known = {"listed": listed(), "half": Everything()}.get(way, ())
+    marks = compile_half(known)
+
+    def show(name: str, program: Any) -> None:
+        # Programs of the same text that are made apart are two.
+        mark = marks[id(program)] if way != "half" else str(id(program))
+        print(name, mark, program.asm["ptx"].count("\n"), flush=True)
+
+    chosen = {
+        "CALLS": CALLS,
+        "OTHER_CALLS": OTHER_CALLS,
+        "SHORT_CALLS": SHORT_CALLS,
+        "NUMBERS_OF_ROWS": NUMBERS_OF_ROWS,
+    }
+    compile_all(chosen[calls], show)
+
+
 if __name__ == "__main__":
-    chosen = {"CALLS": CALLS, "OTHER_CALLS": OTHER_CALLS, "NUMBERS_OF_ROWS": NUMBERS_OF_ROWS}[sys.argv[1]]
-    same = sys.argv[1] == "NUMBERS_OF_ROWS"
-    compile_all(chosen, lambda name, made: print(name, id(made) if same else made.asm["ptx"].count("\n"), flush=True))
+    note() if sys.argv[1:] == ["note"] else main(*sys.argv[1:])

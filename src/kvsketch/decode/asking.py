@@ -127,5 +127,6 @@ def chat_frame(tokenizer: Any) -> Frame:
 def _encode(tokenizer: Any, text: str, first: bool) -> Tensor:
     """Token ids [1, n]. A chat template writes its own special tokens; plain text gets them only at its beginning."""
     plain = first and not tokenizer.chat_template
-    ids: Tensor = tokenizer(text, return_tensors="pt", add_special_tokens=plain)["input_ids"]
-    return ids
+    ids = tokenizer(text, add_special_tokens=plain)["input_ids"]
+    # With `return_tensors` transformers copies every number in Python first, a third of the time.
+    return torch.tensor([ids], dtype=torch.long)

@@ -17,6 +17,7 @@ import json
 import random
 import re
 import uuid
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from itertools import chain, zip_longest
 from typing import TYPE_CHECKING, Any
@@ -106,10 +107,14 @@ def parts(tokenizer: Any, tokens: int, length: int) -> list[Tensor]:
         yield from document_ids(tokenizer, text).split(length, 1)
 
     result: list[Tensor] = []
-    for part in chain.from_iterable(zip_longest(*map(own, texts().values()))):
-        if tokens < SHORTEST:
-            break
-        if part is not None and part.shape[1] >= min(SHORTEST, length):
+    waiting = deque(map(own, texts().values()))
+    # A text whose turn does not come is not tokenised.
+    while waiting and tokens >= SHORTEST:
+        part = next(turn := waiting.popleft(), None)
+        if part is None:
+            continue
+        waiting.append(turn)
+        if part.shape[1] >= min(SHORTEST, length):
             result.append(part[:, :tokens])
             tokens -= result[-1].shape[1]
     return result

@@ -211,11 +211,14 @@ def _dtype(dtype: torch.dtype | str | None, device: torch.device) -> torch.dtype
 
 def encode_chat(tokenizer: PreTrainedTokenizerBase, text: str, system: str | None = None) -> BatchEncoding:
     """Token ids and mask, batch of one, of `text` as a user's turn; plain text where the model has no chat template."""
+    import torch
+    from transformers import BatchEncoding
+
     if not tokenizer.chat_template:
-        return tokenizer(f"{system}\n\n{text}" if system else text, return_tensors="pt")
-    messages = [{"role": "system", "content": system}] if system else []
-    messages.append({"role": "user", "content": text})
-    encoded: Any = tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
-    )
-    return encoded
+        encoded: Any = tokenizer(f"{system}\n\n{text}" if system else text)
+    else:
+        messages = [{"role": "system", "content": system}] if system else []
+        messages.append({"role": "user", "content": text})
+        encoded = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=True)
+    # With `return_tensors` transformers copies every number in Python first.
+    return BatchEncoding({name: torch.tensor([values], dtype=torch.long) for name, values in encoded.items()})
