@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import random
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,8 +14,10 @@ import pytest
 
 from kvsketch.integrations.vllm.settings import servable
 from kvsketch.methods import parse_method
+from kvsketch_lab import records
 from kvsketch_lab.benchmark import vllm
 from kvsketch_lab.benchmark.runner import FAILED
+from kvsketch_lab.benchmark.runner import run as run_benchmark
 from kvsketch_lab.benchmark.vllm_engine import Engine, Job
 from kvsketch_lab.report import vllm as report
 
@@ -151,19 +155,21 @@ def test_turns_and_questions_are_rows_of_their_own(monkeypatch: pytest.MonkeyPat
     assert Job(contender=METHOD, questions=4, texts=3).documents == 3
     assert not Job(contender=METHOD, questions=4, texts=3).reuses
     assert Job(contender=METHOD, question=4).documents == 1
-    records: Any = [{"kind": "vllm", "data": {"contender": "fp8", "batch": 1, "prompt": 9, "questions": 4}}]
-    assert report.measured(records) == []
+    measured: Any = [{"kind": "vllm", "data": {"contender": "fp8", "batch": 1, "prompt": 9, "questions": 4}}]
+    assert report.measured(measured) == []
 
 
 def test_chats_of_each_number_are_rows_of_one_engine(monkeypatch: pytest.MonkeyPatch) -> None:
     jobs: list[Job] = []
 
-    def run(job: Job) -> dict[str, Any]:
+    def tellings(job: Job) -> Iterator[dict[str, Any]]:
         jobs.append(job)
-        told = {"start_s": 9.0, "timed": [{"chats": chats, "chats_s": 2.0 * chats} for chats in job.chats[:2]]}
-        return told if len(job.chats) == 2 else told | {FAILED: "no memory"}
+        timed = [{"chats": chats, "chats_s": 2.0 * chats} for chats in job.chats[:2]]
+        for count in (1, 2):
+            yield {"start_s": 9.0, "timed": timed[:count]}
+        yield {"start_s": 9.0, "timed": timed} | ({} if len(job.chats) == 2 else {FAILED: "no memory"})
 
-    monkeypatch.setattr(vllm, "run", run)
+    monkeypatch.setattr(vllm, "tellings", tellings)
     rows = [*vllm.Vllm(contenders="fp8", turns=3, batches="2,4", prompt=100, new=8, answer=5).measure("fp8")]
     assert [(row["chats"], row["chats_s"], row["turns"], row["start_s"]) for row in rows] == [
         (2, 4, 3, 9),
@@ -173,6 +179,34 @@ def test_chats_of_each_number_are_rows_of_one_engine(monkeypatch: pytest.MonkeyP
     assert job.chats == (2, 4) and job.rows == 4 and job.reuses and job.longest >= 100 + 3 * (8 + 5) + 5
     *_, failed = vllm.Vllm(contenders="fp8", turns=3, batches="1,2,4").measure("fp8")
     assert failed[FAILED] == "no memory" and failed["chats"] == 4
+
+
+def test_chats_that_were_timed_before_an_engine_is_stopped_have_records(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    asked = 0
+
+    def tellings(job: Job) -> Iterator[dict[str, Any]]:
+        nonlocal asked
+        asked += 1
+        yield {"timed": [{"chats": 2, "chats_s": 1.0}]}
+        if asked == 1:
+            raise KeyboardInterrupt
+        yield {"timed": [{"chats": 2, "chats_s": 1.0}, {"chats": 4, "chats_s": 3.0}]}
+
+    monkeypatch.setattr(vllm, "tellings", tellings)
+    monkeypatch.setattr(vllm.Vllm, "check_options", lambda self: None)
+    commit = {"hash": "a", "dirty": False}
+    monkeypatch.setattr("kvsketch_lab.records.commit", lambda: commit)
+    monkeypatch.setattr("kvsketch_lab.records.stamp.commit", lambda: commit)
+    out = tmp_path / "chats.jsonl"
+    benchmark = vllm.Vllm(contenders="fp8", turns=1, batches="2,4", device="cpu", out=str(out))
+    with pytest.raises(KeyboardInterrupt):
+        run_benchmark(benchmark)
+    assert [record["data"]["chats"] for record in records.read(out)] == [2]
+    for _ in range(2):  # what was broken off is measured again, and then no more
+        assert run_benchmark(benchmark) == 0
+    assert [record["data"]["chats"] for record in records.read(out)] == [2, 2, 4] and asked == 2
 
 
 def test_chats_go_on_with_their_answers(monkeypatch: pytest.MonkeyPatch) -> None:

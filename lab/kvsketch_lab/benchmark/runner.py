@@ -78,6 +78,11 @@ class Benchmark(Options, Measured):
     def check_options(self) -> None:
         """Raises ValueError for options that do not fit each other; called before anything runs."""
 
+    @property
+    def least_rows(self) -> int:
+        """Of a cell: with fewer it was broken off, and is measured again."""
+        return 1
+
     def headline(self, rows: list[Fields]) -> str:
         return self.title
 
@@ -120,15 +125,23 @@ def _measured(benchmark: Benchmark, path: Path, cells: list[Fields]) -> tuple[li
     known, rows, skipped = [] if benchmark.again else _recorded(benchmark, path), [], 0
     for cell in tqdm(cells, unit="cell", desc=benchmark.name, mininterval=0.2 if sys.stderr.isatty() else 30.0):
         result = [row for row in known if cell.items() <= row.items()]
-        skipped += bool(result)
-        if not result:
-            try:
-                result = list(benchmark.measure(**cell))
-            except OutOfMemory:
-                result = [{**cell, FAILED: OUT_OF_MEMORY}]
-            records.append(path, *(records.make_record(benchmark.kind, row, benchmark.seed) for row in result))
+        if len(result) >= benchmark.least_rows:
+            skipped += 1
+        else:
+            result = []
+            for row in _rows(benchmark, cell):
+                # At once: what breaks off later rows leaves those before them.
+                records.append(path, records.make_record(benchmark.kind, row, benchmark.seed))
+                result.append(row)
         rows += result
     return rows, skipped
+
+
+def _rows(benchmark: Benchmark, cell: Fields) -> Iterator[Fields]:
+    try:
+        yield from benchmark.measure(**cell)
+    except OutOfMemory:
+        yield {**cell, FAILED: OUT_OF_MEMORY}
 
 
 def _require_device(benchmark: Benchmark) -> None:

@@ -44,7 +44,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, replace
-from typing import Any
 
 from kvsketch.methods import parse_method
 from kvsketch_lab.benchmark.runner import FAILED, Benchmark, Fields
@@ -100,6 +99,10 @@ class Vllm(Benchmark):
                 parse_method(each)
 
     @property
+    def least_rows(self) -> int:
+        return len(self.batches) if self.turns else 1
+
+    @property
     def texts(self) -> list[str]:
         return [each.strip() for each in self.contenders.split(",")]
 
@@ -146,11 +149,14 @@ class Vllm(Benchmark):
         row |= {"turns": self.turns, "new": self.new, "answer": self.answer}
         row |= {"chunk": self.chunk} if self.chunk else {}
         row |= {"host_gb": self.host_gb} if self.host_gb else {}
-        told = run(job)
-        timed = told.pop("timed", [])
-        for each in timed:
-            yield row | told | each
-        if told.get(FAILED) or not timed:
+        told: Fields = {}
+        count = 0  # rows that are told
+        for told in tellings(job):
+            timed = told.pop("timed", [])
+            for each in timed[count:]:
+                yield row | told | each
+            count = max(count, len(timed))
+        if told.get(FAILED) or not count:
             yield row | told | {"chats": max(self.batches), FAILED: told.get(FAILED) or "no chat was timed"}
 
     def _asked(self, row: Fields) -> Iterator[Fields]:
@@ -195,17 +201,24 @@ def _wait(contender: str) -> int:
 
 
 def run(job: Job) -> Fields:
-    """What the engine of a job measured, in a process of its own: an engine gives its memory back when that ends."""
+    """What the engine of a job measured, when it has ended."""
+    return [*tellings(job)][-1]
+
+
+def tellings(job: Job) -> Iterator[Fields]:
+    """All that the engine of a job has measured so far, each time that there is more.
+
+    It is a process of its own: an engine gives its memory back when that ends.
+    """
     command = [sys.executable, "-m", WORKER, json.dumps(asdict(job))]
-    told = ""
+    silent = True
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as engine:
         assert engine.stdout is not None
         for line in engine.stdout:
             if line.startswith("{"):
-                told = line
+                silent = False
+                yield json.loads(line)
             else:
                 sys.stderr.write(line)  # vLLM's log: among others, kernels that are compiled while requests wait
-    if not told:
-        return {FAILED: f"the engine ended with {engine.returncode} and told nothing"}
-    result: dict[str, Any] = json.loads(told)
-    return result
+    if silent:
+        yield {FAILED: f"the engine ended with {engine.returncode} and told nothing"}

@@ -353,10 +353,9 @@ def work(job: Job) -> Fields:
             return result | {"tokens": engine.answers()}
         result["timed"] = []
         for row in engine.measured():
-            result["timed"].append(row)
+            peak = {"peak_bytes": torch.cuda.max_memory_allocated()} if torch.cuda.is_available() else {}
+            result["timed"].append(row | peak)
             print(json.dumps(result), flush=True)  # who stops this process has what was timed so far
-        if torch.cuda.is_available():
-            result["peak_bytes"] = torch.cuda.max_memory_allocated()
     except Exception as error:  # told to who started this process
         traceback.print_exc()
         result[FAILED] = f"{type(error).__name__}: {str(error).strip().splitlines()[0] if str(error).strip() else ''}"
