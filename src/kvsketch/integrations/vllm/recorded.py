@@ -60,15 +60,16 @@ class RecordedSteps:
         lies = pool.data_ptr(), len(pool)
         if lies == self.pool:
             return
-        self.pool, self.rows = lies, {}
-        for size in self.sizes:
-            rows = self.rows[size] = Rows.like(size, q, k, v)
+        self.pool, self.rows, made = lies, {}, {}
+        record = self.record or _Graphs()
+        for size in reversed(self.sizes):  # smaller ones take the memory of the largest
+            rows = made[size] = Rows.like(size, q, k, v)
             runs = [self._run(rows, layer, pool) for layer in range(len(self.joint.places))]
             for run in runs:  # what is compiled or loaded at first use is there when it is recorded
                 run()
-            record = self.record or _Graphs()
             rows.layers = [record(run, layer) for layer, run in enumerate(runs)]
             rows.forward = None
+        self.rows = {size: made[size] for size in self.sizes}
 
     def _run(self, rows: Rows, layer: int, pool: Tensor) -> Run:
         def run() -> None:
@@ -101,9 +102,9 @@ class RecordedSteps:
 
 
 class _Graphs:
-    """Records graphs of the layers of some rows.
+    """Records graphs, all of which share their memory: no two numbers of rows run in one forward.
 
-    What the first layer computes for all of them lies in memory of its own, which no other graph takes.
+    What the first layer computes for the others lies apart, where only first layers write.
     """
 
     def __init__(self) -> None:
