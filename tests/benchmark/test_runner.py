@@ -15,7 +15,7 @@ from kvsketch.cli import app
 from kvsketch.serve.requests import Request
 from kvsketch_lab import records
 from kvsketch_lab.benchmark import runner, serve
-from kvsketch_lab.benchmark.operations import OPERATIONS
+from kvsketch_lab.benchmark.operations import OPERATIONS, layers
 from kvsketch_lab.benchmark.runner import Benchmark, Fields
 from kvsketch_lab.commands import BENCHMARKS
 from kvsketch_lab.options import option
@@ -42,7 +42,10 @@ def bench(*args: str) -> Any:
 
 
 @pytest.mark.parametrize("name", list(SMALL))
-def test_every_benchmark_runs_on_a_cpu_with_small_shapes(name: str, tmp_path: Path) -> None:
+def test_every_benchmark_runs_on_a_cpu_with_small_shapes(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(layers, "WORDS", 256)
     out = tmp_path / "records.jsonl"
     done = bench(*name.split(), "--device", "cpu", "--out", str(out), *SMALL[name].split())
     assert done.exit_code == 0, done.output

@@ -1,4 +1,4 @@
-"""Two processes that share a model give the tokens of one, for every method: gloo on a CPU, started as torchrun does.
+"""Two processes that share a model give the tokens of one, for every method: gloo on a CPU.
 
 The usual run takes one method of each kind, and those that draw or that combine numbers of all heads.
 """
@@ -20,8 +20,7 @@ from kvsketch.methods import parse_method
 from kvsketch.slots import heads as parallel
 from tests.helpers import zoo
 from tests.helpers.common import also
-from tests.helpers.tensor_parallel_worker import METHODS, VOCABULARY, converse, load
-from tests.helpers.waiting import LONGEST_WAIT
+from tests.helpers.tensor_parallel_worker import METHODS, PROCESSES, VOCABULARY, converse, load
 
 ROOT = Path(__file__).parents[2]
 Results = dict[str, Any]
@@ -76,20 +75,11 @@ def chosen(request: pytest.FixtureRequest) -> list[str]:
 def processes(folder: Path, chosen: list[str]) -> list[Results]:
     """What two processes found; one launch for all tests."""
     command = [sys.executable, "-m", "tests.helpers.tensor_parallel_worker", str(folder), *chosen]
-    common = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": "", "WORLD_SIZE": "2"}
-    errors = [folder / f"process_{rank}.txt" for rank in range(2)]
-    both = []
-    for rank, file in enumerate(errors):
-        environment = {**os.environ, **common, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        with file.open("w") as said:
-            both.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=said, stderr=said))
-    try:
-        for process, file in zip(both, errors, strict=True):
-            assert process.wait(10 * LONGEST_WAIT) == 0, file.read_text()[-4000:]
-    finally:
-        for process in both:
-            process.kill()
-    return [json.loads((folder / f"process_{rank}.json").read_text()) for rank in range(2)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "TRITON_INTERPRET": ""}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, stderr=subprocess.PIPE, text=True)
+    said = [ended.stderr, *(file.read_text() for file in folder.glob("process_*.txt"))]
+    assert ended.returncode == 0, "\n".join(each[-4000:] for each in said)
+    return [json.loads((folder / f"process_{rank}.json").read_text()) for rank in range(PROCESSES)]
 
 
 @pytest.fixture(scope="module")

@@ -128,7 +128,7 @@ def test_a_fit_that_would_take_long_says_how_to_do_it(home: Path, folder: str, m
     monkeypatch.setattr(first_fit, "by_itself", lambda device: True)
     done = one_line(read(home, folder, "--fit", "auto").stderr)
     assert f"`kvsketch fit {folder}` changes that, once, in about 7 minutes" in done and files(home) == []
-    fitted = run("fit", folder, "--device", "cpu")
+    fitted = run("fit", folder, "--device", "cpu", "--doubt-questions", "10")
     assert "fitted to 512 tokens" in fitted.stdout and "use rehearse:replay=learned" in one_line(fitted.stdout)
     assert "replay=learned" in read(home, folder).stderr
 

@@ -1,28 +1,33 @@
-"""What one process of a tensor parallel group does for test_tensor_parallel.py; the test runs the same by itself.
+"""What two processes of a tensor parallel group do for test_tensor_parallel.py; the test runs the same by itself.
 
-    RANK=0 LOCAL_RANK=0 WORLD_SIZE=2 python -m tests.helpers.tensor_parallel_worker FOLDER METHOD ...
+    python -m tests.helpers.tensor_parallel_worker FOLDER METHOD ...
 
-FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json. They find
-each other through FOLDER/group, not through a port that somebody else may take.
+FOLDER holds the models `divisible` and `single_head`; process r leaves its results in FOLDER/process_r.json and what it
+says in process_r.txt. They find each other through FOLDER/group, not through a port that somebody else may take. They
+are forked where that is possible, so that libraries are imported once.
 """
 
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
 import sys
+from multiprocessing import connection
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from transformers import AutoModelForCausalLM
+import torch.distributed.tensor
+from transformers import AutoModelForCausalLM, LlamaForCausalLM
 from transformers.distributed import DistributedConfig
 
 from kvsketch import CompressedCache
 from tests.helpers.common import FED, generate, padded, with_budget
+from tests.helpers.waiting import LONGEST_WAIT
 
-VOCABULARY = 96
+PROCESSES, VOCABULARY = 2, 96
 METHODS = [
     *(with_budget(name, 24) for name in FED),
     *(with_budget(name, 24) for name in ("snapkv:share=model", "h2o:share=layer")),
@@ -77,9 +82,12 @@ def load(folder: Path, **sizes: int) -> Any:
     return model
 
 
-def main(folder: Path, *methods: str) -> None:
-    rank, processes = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", f"file://{folder.resolve()}/group", rank=rank, world_size=processes)
+def work(rank: int, folder: Path, methods: list[str]) -> None:
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(PROCESSES)}
+    said = os.open(folder / f"process_{rank}.txt", os.O_WRONLY | os.O_CREAT)
+    os.dup2(said, 1)
+    os.dup2(said, 2)
+    dist.init_process_group("gloo", f"file://{folder.resolve()}/group", rank=rank, world_size=PROCESSES)
     model = load(folder / "divisible", tp_size=2)
     results: dict[str, Any] = {method: converse(model, method) for method in methods}
     results["refusals"] = refusals(model, folder)
@@ -87,5 +95,21 @@ def main(folder: Path, *methods: str) -> None:
     dist.destroy_process_group()
 
 
+def main(folder: Path, *methods: str) -> int:
+    assert LlamaForCausalLM is not None  # imported here, so that no process has to
+    start = multiprocessing.get_context("fork" if sys.platform == "linux" else "spawn")
+    both = [start.Process(target=work, args=(rank, folder, list(methods)), daemon=True) for rank in range(PROCESSES)]
+    for process in both:
+        process.start()
+    # Without the other one a process may wait for long.
+    while alive := [process for process in both if process.is_alive()]:
+        ended = connection.wait([process.sentinel for process in alive], 10 * LONGEST_WAIT)
+        if not ended or any(process.exitcode for process in both):
+            for process in alive:
+                process.kill()
+                process.join()
+    return int(any(process.exitcode for process in both))
+
+
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), *sys.argv[2:])
+    sys.exit(main(Path(sys.argv[1]), *sys.argv[2:]))

@@ -193,6 +193,16 @@ def test_a_run_that_measured_again_replaces_all_of_an_older_version() -> None:
     assert scores(records.latest([*older, *again, cell(4, 0.25)])) == [1.0, 1.0, 0.25, 0.5]
 
 
+def test_a_changed_copy_of_a_record_of_a_file_is_another_measurement(tmp_path: Path) -> None:
+    """What a record of a file measured is found once; copies begin anew."""
+    records.append(tmp_path / "lines.jsonl", cell(0, 0.1), cell(1, 0.2))
+    stored = records.read_folder(tmp_path)
+    assert records.latest(stored) == stored == records.latest(stored)
+    first = stored[0]
+    for changed in ({**first, "seed": 7}, first | {"data": {**first["data"], "sample": 5}}):
+        assert scores(records.latest([*stored, changed])) == [0.1, 0.2, 0.1]
+
+
 def test_an_archive_is_read_before_its_file(tmp_path: Path) -> None:
     path = tmp_path / "lines.jsonl"
     records.append(path, records.make_record("lines", {"n": 1}))

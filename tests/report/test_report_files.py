@@ -22,7 +22,7 @@ from kvsketch_lab.report.body import body
 from kvsketch_lab.report.contents import gather
 from kvsketch_lab.report.palette import BASE, FILE, look_file, looks
 from kvsketch_lab.report.render import render
-from tests.report.sample_records import METHODS, clusterability, lines, recall, record, write, write_all
+from tests.report.sample_records import METHODS, clusterability, lines, recall, record, write
 
 
 def test_a_torn_last_line_is_told_and_the_rest_is_read(tmp_path: Path) -> None:
@@ -140,13 +140,15 @@ EVIL = "</td></p><script>alert(1)</script><img src=x onerror=alert(2)>&lt;b&gt; 
 
 def test_text_of_records_stays_text(tmp_path: Path) -> None:
     """A model, a sample, a method, a budget, an error and a command that try to be HTML or Markdown."""
-    folder = write_all(tmp_path / "records")
+    folder = tmp_path / "records"
+    write(folder / "lines.jsonl", lines())  # the page has figures
     broken = next(iter(recall()))["data"]
     evil = {**broken, "sample": EVIL, "model": EVIL, "method": f"quest:{EVIL}", "budget": EVIL}
     write(
         folder / "recall.jsonl", [record("recall", evil, command=EVIL), record("recall", {**evil, "failed": EVIL}, 1)]
     )
-    render(folder, tmp_path / "out")
+    written, _ = render(folder, tmp_path / "out")
+    assert {".md", ".html", ".png"} == {path.suffix for path in written}
     for name in ("report.md", "report.html"):
         parser = _Found()
         text = (tmp_path / "out" / name).read_text(encoding="utf-8")

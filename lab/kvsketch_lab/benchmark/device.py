@@ -106,9 +106,9 @@ class Device:
     # memory
 
     def free(self) -> None:
-        """Frees unused memory and resets the peak."""
-        gc.collect()
+        """Frees unused memory and resets the peak. Not on a CPU: a collection takes longer than most calls."""
         if self.is_gpu:
+            gc.collect()
             torch.cuda.empty_cache()
             torch.cuda.reset_peak_memory_stats()
 

@@ -14,6 +14,7 @@ The seed is fixed, and neither the order of the records nor the processor change
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Hashable, Iterable, Sequence
 from typing import Any, NamedTuple
@@ -65,7 +66,8 @@ def text_of(data: dict[str, Any], seed: int | None) -> tuple[int | None, str]:
     """The text that a record is about: its seed, and its sample without the question where several share a text."""
     sample = str(data.get("sample", ""))
     question = "depth=" if data.get("together") else "question=" if " text=" in sample else ""
-    return seed, " ".join(word for word in sample.split() if not question or not word.startswith(question))
+    words = sample.split()
+    return seed, " ".join([word for word in words if not word.startswith(question)] if question else words)
 
 
 def mean_over_texts(values: Sequence[float], texts: Iterable[Hashable]) -> Estimate:
@@ -80,12 +82,12 @@ def nested_mean(values: Sequence[float], texts: Iterable[Hashable], places: Sequ
     sums: dict[Hashable, dict[Hashable, list[float]]] = {}
     for value, text, place in zip(values, texts, places, strict=True):
         sums.setdefault(place, {}).setdefault(text, []).append(float(value))
-    chance = numpy.random.default_rng(0)
     value, drawn, weight = 0.0, numpy.zeros(RESAMPLES), 1 / len(sums)
-    for place in sorted(sums, key=repr):
+    names = sorted(sums, key=repr)
+    for place, chosen in zip(names, _drawn(*(len(sums[name]) for name in names)), strict=True):
         of_texts = numpy.array(sorted((math.fsum(own), len(own)) for own in sums[place].values()))
         value += weight * math.fsum(of_texts[:, 0]) / of_texts[:, 1].sum()
-        total, count = _resampled(of_texts, chance)
+        total, count = _resampled(of_texts, chosen)
         drawn += weight * total / count
     return _estimate(value, drawn, sum(map(len, sums.values())))
 
@@ -95,7 +97,7 @@ def perplexity_deviation(data: Iterable[dict[str, Any]]) -> Estimate:
     runs = sorted(run for each in data for run in zip(*(each[name] for name in RUNS), strict=True))
     sums = numpy.array([(full * tokens, nll * tokens, tokens) for full, nll, tokens in runs])
     value = _deviation(*(math.fsum(column) for column in sums.T))
-    return _estimate(value, _deviation(*_resampled(sums, numpy.random.default_rng(0))), len(runs))
+    return _estimate(value, _deviation(*_resampled(sums, *_drawn(len(runs)))), len(runs))
 
 
 def paired_difference(
@@ -116,13 +118,13 @@ def paired_difference(
                 columns[2 * side].append(each.value)
                 columns[2 * side + 1].append(each.weight)
     of = numpy.exp if perplexity else numpy.asarray
-    chance = numpy.random.default_rng(0)
     value, drawn, weight = 0.0, numpy.zeros(RESAMPLES), 1 / len(sums)
-    for place in sorted(sums, key=repr):
+    names = sorted(sums, key=repr)
+    for place, chosen in zip(names, _drawn(*(len(sums[name]) for name in names)), strict=True):
         rows = numpy.array(sorted([math.fsum(column) for column in columns] for columns in sums[place].values()))
         one, count, other, others = (math.fsum(column) for column in rows.T)
         value += weight * float(of(one / count) - factor * of(other / others))
-        one, count, other, others = _resampled(rows, chance)
+        one, count, other, others = _resampled(rows, chosen)
         drawn += weight * (of(one / count) - factor * of(other / others))
     estimate = _estimate(value, drawn, sum(map(len, sums.values())))
     return Difference(estimate, len(shared), len(asked[0] ^ asked[1]))
@@ -151,10 +153,24 @@ def _deviation(full: Any, nll: Any, tokens: Any) -> Any:
     return numpy.exp(nll / tokens) - numpy.exp(full / tokens)
 
 
-def _resampled(rows: Any, chance: numpy.random.Generator) -> Any:
+@functools.lru_cache(maxsize=16)  # of 300 texts: 5 MB
+def _drawn(*sizes: int) -> list[Any]:
+    """The texts of each resample, of one place after the other, [RESAMPLES, size] each."""
+    chance = numpy.random.default_rng(0)
+    return [chance.integers(size, size=(RESAMPLES, size)) for size in sizes]
+
+
+def _resampled(rows: Any, drawn: Any) -> Any:
     """The sums of each column of [n, C] over n rows drawn with replacement, [C, RESAMPLES]."""
-    drawn = chance.integers(len(rows), size=(RESAMPLES, len(rows)))
-    return numpy.array([column[drawn].sum(1) for column in numpy.ascontiguousarray(rows.T)])
+    return numpy.array([_sums(column, drawn) for column in numpy.ascontiguousarray(rows.T)])
+
+
+def _sums(column: Any, drawn: Any) -> Any:
+    first = column[0]
+    # Weights, mostly: sums of equal whole numbers are exact.
+    if first.is_integer() and (column == first).all():
+        return numpy.full(RESAMPLES, first * len(column))
+    return column[drawn].sum(1)
 
 
 def _estimate(value: float, drawn: Any, texts: int) -> Estimate:

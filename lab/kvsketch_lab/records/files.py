@@ -22,6 +22,15 @@ from typing import Any
 from filelock import FileLock
 
 Record = dict[str, Any]
+
+
+class Stored(Record):
+    """A record of a file, which nobody changes: `identity` keeps with it what it measured."""
+
+    __slots__ = ("measured",)
+    measured: tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
 FAILED = "failed"  # the field of data that holds the reason of a measurement that failed
 SECONDS_BETWEEN_WRITES = 2.0
 OWN = ("seed", "time", "data")  # fields of each record; all others belong to its run
@@ -198,7 +207,7 @@ def read_folder(folder: Path, remarks: list[str] | None = None, below: bool = Fa
     if not paths:
         raise ValueError(f"{folder} holds no record files (*.jsonl); run an experiment first: kvsketch eval --help")
     places = [(path, {"file": path.name, "folder": path.parent.relative_to(folder).as_posix()}) for path in paths]
-    return [record | place for path, place in places for record in read(path, remarks)]
+    return [Stored(record | place) for path, place in places for record in read(path, remarks)]
 
 
 def write_whole(path: Path, content: bytes) -> Path:

@@ -12,19 +12,32 @@ from collections.abc import Iterable
 from fractions import Fraction
 from typing import Any
 
-from kvsketch_lab.records.files import Record
+from kvsketch_lab.records.files import Record, Stored
 
 REPEATED = ("position", "sample")  # fields in which the measurements of one method, budget and setting differ
+_GROUPS: dict[tuple[Any, ...], tuple[Any, ...]] = {}  # each once, for many records
 
 
-def _key(record: Record) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
+Key = tuple[tuple[Any, ...], tuple[Any, ...]]
+
+
+def _key(record: Record) -> Key:
+    """What was measured; of a record of a file it is found once."""
+    if not isinstance(record, Stored):
+        return _found(record)
+    if not hasattr(record, "measured"):
+        record.measured = _found(record)
+    return record.measured
+
+
+def _found(record: Record) -> Key:
     """The method, budget and setting that a record measured, whether it failed or not, and what it measured of that."""
     data = record["data"]
     shared, own = _names(tuple(record.get("identity", ())))
     # A record may have no hash of the model's weights.
     weights = str(data.get("model_sha256") or data.get("model") or "")
     group = (record["kind"], weights, *_values(data, shared))
-    return group, (record.get("seed"), *_values(data, own))
+    return _GROUPS.setdefault(group, group), (record.get("seed"), *_values(data, own))
 
 
 @functools.cache
@@ -34,7 +47,8 @@ def _names(identity: tuple[str, ...]) -> tuple[list[str], list[str]]:
 
 
 def _values(data: dict[str, Any], names: list[str]) -> list[tuple[str, str]]:
-    return [(name, repr(data[name])) for name in names if data.get(name) not in (None, False, "")]
+    known = [(name, data.get(name)) for name in names]
+    return [(name, repr(value)) for name, value in known if value or value not in (None, False, "")]
 
 
 def latest(records: Iterable[Record]) -> list[Record]:

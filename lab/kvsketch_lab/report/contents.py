@@ -141,19 +141,19 @@ def _part(word: str) -> tuple[float, str]:
     return (float(digits), "") if digits.replace(".", "", 1).isdigit() else (-1.0, word)
 
 
-def provenance(records: Iterable[Record]) -> list[Data]:
+def provenance(records: Sequence[Record]) -> list[Data]:
     """Where records come from: one entry for each file, command, commit, machine, set of versions and model hash."""
     runs: dict[str, dict[str, Any]] = {}
+    known: dict[tuple[Any, ...], dict[str, Any]] = {}
     for record in records:
-        origin = {
-            "file": record["file"],
-            "command": record.get("command") or "unknown",
-            "commit": commit_text(record.get("commit")),
-            "machine": _machine(record.get("machine") or {}),
-            "versions": ", ".join(f"{k} {v}" for k, v in sorted((record.get("versions") or {}).items()) if v),
-            "model": _model(record["data"]),
-        }
-        run = runs.setdefault(json.dumps(origin, sort_keys=True), {**origin, "records": 0, "seeds": set(), "dates": []})
+        # Records of one run share these values, so that their texts are made once.
+        shared = [id(record.get(name)) for name in ("command", "commit", "machine", "versions")]
+        own = (record["file"], _model(record["data"]), *shared)
+        if own not in known:
+            origin = _origin(record)
+            new = {**origin, "records": 0, "seeds": set(), "dates": []}
+            known[own] = runs.setdefault(json.dumps(origin, sort_keys=True), new)
+        run = known[own]
         run["records"] += 1
         run["dates"].append(str(record.get("time", ""))[:10])
         if record.get("seed") is not None:
@@ -166,6 +166,17 @@ def provenance(records: Iterable[Record]) -> list[Data]:
         }
         for _, run in sorted(runs.items())
     ]
+
+
+def _origin(record: Record) -> dict[str, str]:
+    return {
+        "file": record["file"],
+        "command": record.get("command") or "unknown",
+        "commit": commit_text(record.get("commit")),
+        "machine": _machine(record.get("machine") or {}),
+        "versions": ", ".join(f"{k} {v}" for k, v in sorted((record.get("versions") or {}).items()) if v),
+        "model": _model(record["data"]),
+    }
 
 
 def commit_text(commit: dict[str, Any] | None) -> str:

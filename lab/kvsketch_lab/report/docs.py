@@ -144,8 +144,10 @@ class Numbers:
 
     @cached_property
     def errors(self) -> Contents:
-        """The records that the page on recall speaks of."""
-        return contents_of(self.benchmarks, [])
+        """The attention errors that the page on recall speaks of."""
+        return contents_of(
+            [each for each in self.benchmarks if each["kind"].replace("-", "_") == "attention_error"], []
+        )
 
     @cached_property
     def at_equal_bytes(self) -> list[equal_bytes.Cell]:
@@ -173,7 +175,7 @@ class Numbers:
         method = where.get("method")
         # Most templates ask about one method.
         known = self._by_method(kind).get(method, []) if isinstance(method, str) else self._measured(kind)
-        return [each for each in known if _is_as(each, where)]
+        return _are_as(known, where)
 
     def methods_of(self, kind: str) -> list[str]:
         """The text forms of all methods that were measured."""
@@ -219,7 +221,7 @@ class Numbers:
         return benchmarks.beside(self._chosen(kind, "", "", where), *keys.split())
 
     def _chosen(self, kind: str, having: str, without: str, where: Mapping[str, Any]) -> list[Data]:
-        own = [d for d in self.of_kind(kind) if _is_as(d, where) and not any(map(d.get, without.split()))]
+        own = [d for d in _are_as(self.of_kind(kind), where) if not any(map(d.get, without.split()))]
         return [d for d in own if not having or d.get(having)]
 
     def table(self, rows: Iterable[Data], text: str) -> str:
@@ -329,9 +331,13 @@ def _data(record: Record) -> Data:
     return {**record["data"], "seed": record.get("seed"), "command": record.get("command") or ""}
 
 
-def _is_as(data: Data, where: Mapping[str, Any]) -> bool:
-    """Whether the fields are as asked for, each the value given, or one of a list."""
-    return all(data.get(name) in (v if isinstance(v, (list, tuple)) else (v,)) for name, v in where.items())
+def _are_as(known: Sequence[Data], where: Mapping[str, Any]) -> list[Data]:
+    """Those whose fields are as asked for, each the value given, or one of a list."""
+    found = list(known)
+    for name, value in where.items():
+        wanted = value if isinstance(value, (list, tuple)) else (value,)
+        found = [data for data in found if data.get(name) in wanted]
+    return found
 
 
 def _of_rows(contents: Contents, kind: str) -> list[Data]:

@@ -32,6 +32,7 @@ from kvsketch_lab.report.canvas import as_shares, curve, dress, grid, legend
 from kvsketch_lab.report.kinds import estimate_of, model_name
 from kvsketch_lab.report.palette import looks, order
 
+EXPERIMENTS = ("lines", "needle", "ruler", "perplexity")
 SHARES = ("1/4", "1/8", "1/16", "1/32")
 FULL, OURS = "full", "rehearse"
 SEEDS = ("subgen", "kcenter", "balancekv", "clusterkv", "keyformer")  # of the papers that pages of their own show
@@ -77,7 +78,7 @@ def cells(records: Iterable[Record]) -> list[Cell]:
 
 def held_out(records: Iterable[Record]) -> list[Record]:
     """The records that count."""
-    return [record for record in latest(records) if counts(record)]
+    return [record for record in latest(each for each in records if each["kind"] in EXPERIMENTS) if counts(record)]
 
 
 def cells_of(own: Iterable[Record]) -> list[Cell]:
@@ -124,7 +125,7 @@ def counts(record: Record) -> bool:
     data, kind = record["data"], record["kind"]
     if data.get("method") == FULL and "kvpress" in data:
         return False
-    if kind not in ("lines", "needle", "ruler", "perplexity") or data.get("budgets_in") != "bytes" or data.get("turns"):
+    if kind not in EXPERIMENTS or data.get("budgets_in") != "bytes" or data.get("turns"):
         return False
     return is_held_out_text(str(data.get("sample"))) if kind == "perplexity" else is_held_out_seed(record.get("seed"))
 

@@ -253,7 +253,7 @@ def judged(claim: Claim, values: Mapping[str, Value | None]) -> tuple[str, str]:
     results = {text: compared(text, values) for text in claim.comparisons()}
     if any(each is None for each in results.values()):
         return NOTHING, ""
-    verdicts = {text: holds(text, values) for text in results}
+    verdicts = {text: _verdict(text, each) for text, each in results.items()}
     worst = next((verdict for verdict in (FAILS, CLOSE) if verdict in verdicts.values()), HOLDS)
     if claim.brief:
         return worst, f"{sum(verdict == HOLDS for verdict in verdicts.values())} of {len(verdicts)} comparisons hold"
@@ -277,7 +277,10 @@ def holds(comparison: str, values: Mapping[str, Value | None]) -> str:
     """Whether `a > b`, `a >= 0.5` or `a <= 1.05 * b`: too close to tell where the interval of the difference contains
     zero, but for `>=` and `<=` no answer need differ.
     """
-    difference = compared(comparison, values)
+    return _verdict(comparison, compared(comparison, values))
+
+
+def _verdict(comparison: str, difference: Difference | None) -> str:
     if difference is None:
         return NOTHING
     sign = parsed(comparison)[1]

@@ -22,12 +22,11 @@ from kvsketch_lab.records import (
     Result,
     budget_value,
     interval_text,
-    latest,
     paired_difference,
     text_of,
 )
 from kvsketch_lab.report import blocks, evidence
-from kvsketch_lab.report.equal_bytes import SHARES, counts
+from kvsketch_lab.report.equal_bytes import SHARES, held_out
 from kvsketch_lab.report.evidence import FULL, cell, is_telling
 from kvsketch_lab.report.kinds import model_name
 from kvsketch_lab.report.palette import order
@@ -62,7 +61,7 @@ class Rank(NamedTuple):
 
 def measured(own: Iterable[Record], others: Iterable[Record]) -> list[Record]:
     """What is ranked: the records of the page on evidence, and held-out questions about lines and of RULER."""
-    return [*evidence.shown(own), *(record for record in latest(others) if counts(record) and is_unseen(record))]
+    return [*evidence.shown(own), *(record for record in held_out(others) if is_unseen(record))]
 
 
 def is_unseen(record: Record) -> bool:

@@ -6,6 +6,7 @@ compressed caches.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -25,14 +26,20 @@ METHODS = ("rehearse:bytes=1/8", "rehearse:bytes=1/12", "rehearse:bytes=1/16")
 
 def pieces(tokenizer: Any, whole: Sequence[str], count: int) -> list[str]:
     """Up to `count` pieces of texts, by turns from each text, from its beginning."""
-    cut = [_cut(tokenizer, text) for text in whole]
-    by_turns = [own[place] for place in range(max(map(len, cut), default=0)) for own in cut if place < len(own)]
-    return by_turns[:count]
+    waiting = deque(_cut(tokenizer, text) for text in whole)
+    result: list[str] = []
+    while waiting and len(result) < count:
+        own = waiting.popleft()
+        if (piece := next(own, None)) is not None:
+            result.append(piece)
+            waiting.append(own)
+    return result
 
 
-def _cut(tokenizer: Any, text: str) -> list[str]:
+def _cut(tokenizer: Any, text: str) -> Iterator[str]:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
-    return [tokenizer.decode(ids[at : at + PIECE]) for at in range(0, len(ids) - PIECE // 2, PIECE)]
+    for at in range(0, len(ids) - PIECE // 2, PIECE):
+        yield tokenizer.decode(ids[at : at + PIECE])
 
 
 def ask(

@@ -10,6 +10,7 @@ from torch import Tensor
 from kvsketch_lab.benchmark.device import Device
 
 LAYERS, QUERY_HEADS, KV_HEADS, HEAD_SIZE = 32, 32, 8, 128
+WORDS = 8192  # of rotated keys
 SCALE = HEAD_SIZE**-0.5
 SIZES = {"query_heads": QUERY_HEADS, "kv_heads": KV_HEADS, "head_size": HEAD_SIZE}
 
@@ -27,8 +28,8 @@ def clustered_keys(length: int, generator: torch.Generator) -> Tensor:
 
 def rotated_keys(length: int, generator: torch.Generator) -> Tensor:
     """Words of a vocabulary drawn by Zipf's law, a key each with a little noise, rotated by position as Llama does."""
-    words = normal_keys(8192, generator)
-    chance = 1.0 / torch.arange(1, 8193, device=generator.device)
+    words = normal_keys(WORDS, generator)
+    chance = 1.0 / torch.arange(1, WORDS + 1, device=generator.device)
     drawn = torch.multinomial(chance, length, replacement=True, generator=generator)
     keys = words[:, :, drawn] + 0.3 * normal_keys(length, generator)
     steps = torch.linspace(0, 1, HEAD_SIZE // 2, device=keys.device)
