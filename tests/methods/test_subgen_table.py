@@ -9,7 +9,7 @@ from kvsketch import CompressedCache
 from kvsketch.methods.subgen.slots import exact_until, layout_of, state_of
 from kvsketch.slots import NEG_INF, LayerContext, SlotTable
 from tests.helpers import zoo
-from tests.helpers.common import generate
+from tests.helpers.common import also, generate
 from tests.methods.subgen_tables import DEVICE, SIZE, feed, read, subgen, tokens
 
 CHUNKS = {"chunked": [60, 50, 40], "decoded": [20] + [1] * 130, "mixed": [70, 1, 1, 1, 27, 1, 1, 48]}
@@ -26,8 +26,15 @@ SETTINGS = {
 }
 
 
-@pytest.mark.parametrize("chunks", CHUNKS)
-@pytest.mark.parametrize("setting", SETTINGS)
+@pytest.mark.parametrize(
+    ("chunks", "setting"),
+    [
+        *((chunks, setting) for chunks in ("chunked", "mixed") for setting in SETTINGS),
+        ("decoded", "self"),
+        ("decoded", "absorb_mixed"),
+        *also(*(("decoded", setting) for setting in SETTINGS if setting not in ("self", "absorb_mixed"))),
+    ],
+)
 def test_however_the_tokens_arrive_the_table_is_the_same(chunks: str, setting: str) -> None:
     """Blocked updates, chunks and the in-place step draw the same numbers: every slot holds the same token."""
     keys, values = tokens(150)
