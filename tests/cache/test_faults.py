@@ -1,4 +1,4 @@
-"""Killed at random moments, three times each; `scripts/faults.py` does it fifty times."""
+"""Killed at random moments, twice each; `scripts/faults.py` does it fifty times."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def own_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.filterwarnings("ignore:.*fork.*:DeprecationWarning")
 @pytest.mark.parametrize("name", ["eval", "save", *also("pull")])
 def test_everything_goes_on_after_a_kill(name: str, tmp_path: Path) -> None:
-    data = faults.run(faults.faults(name, tmp_path / name, real_pip=False), kills=3, seed=1)
+    data = faults.run(faults.faults(name, tmp_path / name, real_pip=False), kills=2, seed=1)
     assert data["problems"] == []
-    assert data["killed"] == 3
+    assert data["killed"] == 2
 
 
 class Torn(fault_kinds.Fault):

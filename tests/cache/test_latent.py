@@ -172,7 +172,7 @@ def test_codes_of_latents_and_of_rotary_keys_have_the_error_of_their_bits(bits: 
 
 
 @pytest.mark.parametrize("method", thinned(METHODS))
-@pytest.mark.parametrize("pads", [[0], [0, 6]], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("pads", [*also([0]), [0, 6]], ids=["alone", "left-padded"])
 @torch.no_grad()
 def test_weights_and_padding_as_the_table_says(method: str, pads: list[int]) -> None:
     """One layer: the slots before each forward, written as a mask for all heads, give the same logits without a
@@ -234,7 +234,7 @@ def test_methods_see_the_products_of_the_models_own_heads(
 
 
 @pytest.mark.parametrize("method", ["h2o", "snapkv:window=8", "keyformer", "h2o:share=model"])
-@pytest.mark.parametrize("pads", [[0], [0, 6]], ids=["alone", "left-padded"])
+@pytest.mark.parametrize("pads", [*also([0]), [0, 6]], ids=["alone", "left-padded"])
 def test_scores_from_the_logits_of_codes_are_those_of_the_decoded_keys(
     method: str, pads: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -78,17 +78,19 @@ REFUSED: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 
 
-_BUILT: dict[str, bytes] = {}
+_BUILT: dict[str, tuple[bytes, torch.Tensor]] = {}
 
 
 def build(family: str, **changes: Any) -> PreTrainedModel:
     """A small random model of `family`, in fp32, the same at every call; the caller may change it."""
-    if changes:
-        return _new(family, **changes)
-    if family not in _BUILT:
-        _BUILT[family] = pickle.dumps(_new(family))
-    torch.manual_seed(0)
-    return cast(PreTrainedModel, pickle.loads(_BUILT[family]))  # a third of the time of a new one
+    name = f"{family} {sorted(changes.items())}"
+    if name not in _BUILT:
+        model = _new(family, **changes)
+        # What a test draws afterwards is the same at every call, too.
+        _BUILT[name] = pickle.dumps(model), torch.get_rng_state() if changes else torch.manual_seed(0).get_state()
+    pickled, state = _BUILT[name]
+    torch.set_rng_state(state)
+    return cast(PreTrainedModel, pickle.loads(pickled))  # a third of the time of a new one
 
 
 def _new(family: str, **changes: Any) -> PreTrainedModel:

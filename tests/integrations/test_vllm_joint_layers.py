@@ -19,6 +19,7 @@ from kvsketch.methods import Rehearse, parse_method
 from kvsketch.methods.rehearse import rebuild
 from kvsketch.ops.common import dispatch
 from kvsketch.slots import LayerContext, SlotTable
+from tests.helpers.common import also
 from tests.ops.formula import needs_triton
 
 LAYERS, HEADS, GROUP, SIZE = 2, 2, 2, 16
@@ -161,8 +162,14 @@ def test_softcap_and_sinks_of_a_layer_count() -> None:
         served.forward([2, 4], {})
 
 
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-@pytest.mark.parametrize("text", ["rehearse", "rehearse:share=layer:bits=16"])
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("rehearse", float("nan")),
+        ("rehearse:share=layer:bits=16", float("inf")),
+        *also(("rehearse", float("inf")), ("rehearse:share=layer:bits=16", float("nan"))),
+    ],
+)
 def test_a_request_that_is_not_finite_harms_no_other(text: str, value: float) -> None:
     """Beside it, and in its page after it; its room for new tokens fills up meanwhile, so that it is settled twice."""
     served = Served(f"{text}:budget=40:wait=64:recent=8")

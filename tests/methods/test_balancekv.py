@@ -325,7 +325,7 @@ def test_decoding_in_place(options: dict[str, Any], monkeypatch: pytest.MonkeyPa
         assert_mass(table)
 
 
-@pytest.mark.parametrize("options", [{}, *also({"select": "strict"}), {"den_weight": "pow2"}], ids=str)
+@pytest.mark.parametrize("options", [*also({}, {"select": "strict"}), {"den_weight": "pow2"}], ids=str)
 def test_no_mass_is_lost_in_500_steps(options: dict[str, Any]) -> None:
     """bf16 keys with a large common part and values of one sign or the other, so that the sign classes differ in size.
 

@@ -17,6 +17,7 @@ from kvsketch import ops
 from kvsketch.methods.balancekv.merge_reduce import draws, half_of, merge_and_reduce, theory_c
 from kvsketch.ops.balance_walk.reference import normalized_gram, walk_blocks
 from kvsketch.ops.random import initial_state
+from tests.helpers.common import also
 
 
 def unit(generator: torch.Generator, *shape: int) -> Tensor:
@@ -140,7 +141,7 @@ def test_the_flatness_check_rejects_walks_that_do_not_balance() -> None:
 
 
 @pytest.mark.parametrize(
-    ("c", "expected"), [(2.0, {128: 6.6, 512: 8.2, 2048: 7.9}), (0.5, {128: 4.8, 512: 4.7, 2048: 4.6})]
+    ("c", "expected"), [(2.0, {128: 6.6, 512: 8.2, 2048: 7.9}), *also((0.5, {128: 4.8, 512: 4.7, 2048: 4.6}))]
 )
 def test_discrepancies_are_the_known_ones(c: float, expected: dict[int, float]) -> None:
     """Within a quarter of the calibration figures: three runs scatter by a tenth."""
@@ -154,11 +155,15 @@ def test_theory_constant_is_too_large_to_help_at_practical_sizes() -> None:
     assert discrepancies(512, walked(c)) == pytest.approx(discrepancies(512, coin_signs), rel=0.3)
 
 
-def test_theory_constant_never_fails() -> None:
-    """1,000 walks over 256 tokens at delta = 0.01 without a failure."""
+@pytest.mark.parametrize("walks", [100, *also(1000)])
+def test_theory_constant_never_fails(walks: int) -> None:
+    """Walks over 256 tokens at delta = 0.01 without a failure."""
     generator = torch.Generator().manual_seed(0)
-    k, v = torch.randn(10, 100, 256, 8, generator=generator), torch.randn(10, 100, 256, 8, generator=generator)
-    slots = torch.arange(256).expand(10, 100, 1, 256)
+    k, v = (
+        torch.randn(10, walks // 10, 256, 8, generator=generator),
+        torch.randn(10, walks // 10, 256, 8, generator=generator),
+    )
+    slots = torch.arange(256).expand(10, walks // 10, 1, 256)
     ops.balance_walk(k, v, slots, 8**-0.5, walk="random", c=theory_c(256, 0.01), center=False, on_fail="raise")
 
 
@@ -342,14 +347,14 @@ def test_the_weight_of_smaller_halves_falls_with_the_length(tokens: int, expecte
     assert weights[0] == pytest.approx(expected, abs=0.02) and weights[1] == 1
 
 
-def test_peak_storage_is_the_known_one() -> None:
+@pytest.mark.parametrize(("batch", "known"), [(128, 380), *also((512, 1220))])
+def test_peak_storage_is_the_known_one(batch: int, known: int) -> None:
     """Below t (T + 1), and within a fifth of the calibration figures."""
-    for batch, known in ((128, 380), (512, 1220)):
-        k, v, _ = spherical(0)
-        stream, peak = MergeAndReduce(batch, 0.25), 0
-        for start in range(0, 4096, batch):
-            stream.extend(k[start : start + batch - 1], v[start : start + batch - 1])
-            peak = max(peak, stream.keys.shape[2] + 1)
-            stream.extend(k[start + batch - 1 : start + batch], v[start + batch - 1 : start + batch])
-        assert peak <= batch * (math.log2(4096 / batch) + 1)
-        assert peak == pytest.approx(known, rel=0.2)
+    k, v, _ = spherical(0)
+    stream, peak = MergeAndReduce(batch, 0.25), 0
+    for start in range(0, 4096, batch):
+        stream.extend(k[start : start + batch - 1], v[start : start + batch - 1])
+        peak = max(peak, stream.keys.shape[2] + 1)
+        stream.extend(k[start + batch - 1 : start + batch], v[start + batch - 1 : start + batch])
+    assert peak <= batch * (math.log2(4096 / batch) + 1)
+    assert peak == pytest.approx(known, rel=0.2)

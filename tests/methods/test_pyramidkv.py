@@ -37,7 +37,7 @@ def test_the_papers_numbers() -> None:
     assert sum(rounded_down) / 32 > 2048, "the released rounding breaks the promise that ours keeps"
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(2, 5000), st.integers(1, 40000), st.integers(1, 80), st.integers(1, 40), st.integers(0, 4))
 def test_the_mean_over_layers_keeps_the_promise(budget: int, prompt: int, layers: int, beta: int, sinks: int) -> None:
     budget += 2 * sinks
@@ -50,7 +50,7 @@ def test_the_mean_over_layers_keeps_the_promise(budget: int, prompt: int, layers
     assert tokens[0] <= max(budget, prompt)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(2, 5000), st.integers(1, 40000), st.integers(1, 80), st.integers(1, 40), st.integers(0, 4))
 def test_no_layer_exceeds_the_budget_by_default(budget: int, prompt: int, layers: int, beta: int, sinks: int) -> None:
     budget += 2 * sinks
@@ -61,7 +61,7 @@ def test_no_layer_exceeds_the_budget_by_default(budget: int, prompt: int, layers
     assert tokens[-1] >= sinks + window(method, prompt)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.integers(1, 60), st.integers(1, 4000), st.integers(1, 40), st.integers(0, 40), st.sampled_from(READINGS))
 def test_a_share_below_the_sinks_keeps_the_promise(
     percent: int, prompt: int, layers: int, sinks: int, budget_is: str

@@ -91,15 +91,15 @@ def test_heads_take_the_bytes_that_they_use(model: Any, text: Any) -> None:
 
 def test_generation_is_rehearsed_chunk_by_chunk_and_stays_bounded(model: Any) -> None:
     cache = CompressedCache(model, Rehearse(budget=48, bits=16, chunk=64, recent=8))
-    ids, mask = zoo.tokens(1, 460), torch.ones(1, 460, dtype=torch.int64)
+    ids, mask = zoo.tokens(1, 280), torch.ones(1, 280, dtype=torch.int64)
     read(model, cache, ids, mask, [(0, 100)])
     sizes, stored = [], []
-    for start in range(100, 440):
+    for start in range(100, 280):
         read(model, cache, ids, mask, [(start, start + 1)])
         sizes.append(cache.device_bytes)
         stored.append(torch.stack([layer.table.used_slots() for layer in cache.slot_layers]).float().mean().item())
     assert max(stored) <= 48 + 64 and max(sizes[64:]) <= 1.1 * max(sizes[:64])
-    assert cache.tokens_seen == 440
+    assert cache.tokens_seen == 280
 
 
 def test_a_share_counts_an_answer_that_is_rehearsed(model: Any) -> None:
@@ -448,11 +448,11 @@ def test_turns_that_wait_are_scored_as_tokens_that_come_one_by_one(model: Any, b
 @pytest.mark.parametrize("name", ["rehearse:refit=none", "kvzip", "expected"])
 def test_fewer_tokens_wait_than_codes_need(model: Any, name: str) -> None:
     """A text stays as it is until it is long enough for codes, and 16 tokens are decided together from then on."""
-    cache, ids = CompressedCache(model, f"{name}:budget=40:wait=16:recent=8:bits=4"), zoo.tokens(1, 150)
+    cache, ids = CompressedCache(model, f"{name}:budget=40:wait=16:recent=8:bits=4"), zoo.tokens(1, 110)
     alone = CompressedCache(model)
     settled = []
     with torch.no_grad():
-        for start, end in [(0, 20), *((at, at + 1) for at in range(20, 150))]:
+        for start, end in [(0, 20), *((at, at + 1) for at in range(20, 110))]:
             logits = [model(ids[:, start:end], past_key_values=each).logits for each in (cache, alone)]
             table = cache.slot_layers[0].table
             if end < 64:
@@ -460,19 +460,19 @@ def test_fewer_tokens_wait_than_codes_need(model: Any, name: str) -> None:
                 torch.testing.assert_close(*logits, atol=1e-4, rtol=1e-4)
             settled.append(table.settled)
             assert not table.settled or table.seen - table.settled < 16
-    assert sorted(set(settled)) == [0, *range(64, 150, 16)]
+    assert sorted(set(settled)) == [0, *range(64, 110, 16)]
 
 
-@pytest.mark.parametrize("lengths", [[90, 70, 30], [50, 40, 20]])
-def test_rows_that_wait_less_are_those_of_a_padded_batch(model: Any, lengths: list[int]) -> None:
+@pytest.mark.parametrize(("lengths", "new"), [([90, 70, 30], 40), ([50, 40, 20], 60)])
+def test_rows_that_wait_less_are_those_of_a_padded_batch(model: Any, lengths: list[int], new: int) -> None:
     rows = [zoo.tokens(1, count, seed=count) for count in lengths]
     most = lengths[0]
     batch = torch.cat([torch.nn.functional.pad(row, (most - row.shape[1], 0)) for row in rows])
     ids, mask = padded(batch, [most - count for count in lengths])
     method = "rehearse:budget=100%:wait=16:recent=8:bits=4:refit=none"
-    together = generate(model, ids, CompressedCache(model, method), attention_mask=mask, max_new_tokens=60)
+    together = generate(model, ids, CompressedCache(model, method), attention_mask=mask, max_new_tokens=new)
     for number, row in enumerate(rows):
-        alone = generate(model, row, CompressedCache(model, method), max_new_tokens=60)
+        alone = generate(model, row, CompressedCache(model, method), max_new_tokens=new)
         assert together.sequences[number, most:].tolist() == alone.sequences[0, row.shape[1] :].tolist()
 
 

@@ -14,6 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from kvsketch import ops
 from kvsketch.ops.attention_mass import Noise, Options, Temperature, reference, stream
 from kvsketch.ops.common import dispatch
+from tests.helpers.common import also
 from tests.ops.formula import needs_triton, poison, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -229,7 +230,7 @@ def largest_tensor(queries: int, noise: Noise | None) -> int:
     return largest.numbers
 
 
-@pytest.mark.parametrize("noise", [None, NOISE])
+@pytest.mark.parametrize("noise", [NOISE, *also(None)])
 def test_no_matrix_is_ever_formed(monkeypatch: pytest.MonkeyPatch, noise: Noise | None) -> None:
     """Memory is a block of rows; without blocks the same check sees the matrix."""
     monkeypatch.setitem(reference.MAX_LOGITS, "cpu", 1 << 16)

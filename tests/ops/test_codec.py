@@ -169,7 +169,7 @@ def test_kernel_decodes_what_the_reference_decodes(bits: int, device: torch.devi
     result, expected = kernel.decode(slots, torch.float32), codec_reference.decode(slots, torch.float32)
     torch.testing.assert_close(result, expected, atol=1e-4, rtol=1e-5)
     slots.codes, slots.steps = (torch.cat([each] * 2, 1)[:, :3] for each in (slots.codes, slots.steps))
-    for count in (1, 70, 100):
+    for count in (1, 100):
         at = torch.randint(91, (2, 3, 2 * count), generator=torch.Generator().manual_seed(count)).to(device)
         at[:, 0, :2] = slots.exact_at[:, 0, 1:2]
         expected = codec_reference.decode_at(slots, at[:, :, ::2], torch.float32)

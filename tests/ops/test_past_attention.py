@@ -146,7 +146,7 @@ SHAPES = [
     (6, 65, (3, 2), 2, 80, torch.bfloat16, "tied"),
     (6, 65, (4, 3), 2, 96, torch.float32, "tied"),
     (6, 40, (8, 2), 3, 40, torch.float32, "two"),
-    (100, 1000, (4, 4), 1, 64, torch.bfloat16, "tied"),
+    (100, 520, (4, 4), 1, 64, torch.bfloat16, "tied"),
     (100, 63, (16, 16), 2, 64, torch.float32, "two"),
     (2, 1, (4, 4), 2, 64, torch.bfloat16, "none"),
     (4, 16, (16, 16), 2, 256, torch.bfloat16, "tied"),
@@ -164,7 +164,7 @@ def test_attention_is_the_definition(
 
 
 @needs_triton
-@pytest.mark.parametrize("splits", [1, 5, *also(2)])
+@pytest.mark.parametrize("splits", [5, *also(1, 2)])
 @pytest.mark.parametrize(("bits", "weights"), [((4, 4), "two"), ((16, 16), "none"), ((3, 8), "tied")])
 def test_programs_that_share_a_head_give_the_same(
     device: torch.device, monkeypatch: pytest.MonkeyPatch, splits: int, bits: tuple[int, int], weights: str

@@ -15,6 +15,7 @@ from kvsketch.ops.weighted_attention import Arguments, Attended
 from kvsketch.ops.weighted_attention import reference as attention_reference
 from kvsketch.ops.work_list import fixed_work_list, most_of_list
 from kvsketch.slots.layout import Layout
+from tests.helpers.common import also
 from tests.ops.formula import needs_triton, relative_error
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton")
@@ -123,7 +124,7 @@ def test_kernel_reads_a_list_of_fixed_length(device: torch.device, monkeypatch: 
 
 
 @needs_triton
-@pytest.mark.parametrize(("bits", "group", "size"), [(4, 4, 128), (4, 2, 80), (16, 4, 64)])
+@pytest.mark.parametrize(("bits", "group", "size"), [(4, 4, 128), *also((4, 2, 80)), (16, 4, 64)])
 def test_kernel_reads_for_several_queries_together(
     bits: int, group: int, size: int, device: torch.device, monkeypatch: pytest.MonkeyPatch
 ) -> None:

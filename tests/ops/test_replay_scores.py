@@ -8,6 +8,7 @@ from torch import Tensor
 
 from kvsketch.ops import replay_scores
 from kvsketch.ops.replay_scores import reference
+from tests.helpers.common import also
 from tests.ops.formula import needs_compiler, needs_triton, poison
 
 
@@ -101,19 +102,27 @@ def test_chunks_know_nothing_of_each_other(monkeypatch: pytest.MonkeyPatch, kern
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("count", "group", "size", "sinks", "dtype", "hidden", "chunks", "jump"),
+    ("count", "group", "size", "sinks", "dtype", "hidden", "chunks", "jump", "copied"),
     [
-        (140, 3, 16, 4, torch.float32, [0, 75], 2, 0.0),
-        (1, 1, 64, 0, torch.float32, None, 1, 0.0),
-        (130, 2, 80, 4, torch.bfloat16, None, 1, 0.0),
-        (140, 1, 16, 4, torch.float32, [0, 3], 1, 400.0),
-        (130, 2, 64, 192, torch.bfloat16, None, 1, 0.0),
-        (70, 1, 16, 65, torch.float32, [0, 3], 1, 400.0),
+        (140, 3, 16, 4, torch.float32, [0, 75], 2, 0.0, False),
+        (140, 3, 16, 4, torch.float32, [0, 75], 2, 0.0, True),
+        (1, 1, 64, 0, torch.float32, None, 1, 0.0, True),
+        (130, 2, 80, 4, torch.bfloat16, None, 1, 0.0, True),
+        (140, 1, 16, 4, torch.float32, [0, 3], 1, 400.0, False),
+        (130, 2, 64, 192, torch.bfloat16, None, 1, 0.0, False),
+        (70, 1, 16, 65, torch.float32, [0, 3], 1, 400.0, True),
+        *also(
+            (1, 1, 64, 0, torch.float32, None, 1, 0.0, False),
+            (130, 2, 80, 4, torch.bfloat16, None, 1, 0.0, False),
+            (140, 1, 16, 4, torch.float32, [0, 3], 1, 400.0, True),
+            (130, 2, 64, 192, torch.bfloat16, None, 1, 0.0, True),
+            (70, 1, 16, 65, torch.float32, [0, 3], 1, 400.0, False),
+        ),
     ],
 )
 def test_kernel_gives_the_reference(
     count: int, group: int, size: int, sinks: int, dtype: torch.dtype, hidden: list[int] | None, chunks: int,
-    jump: float, device: torch.device,
+    jump: float, copied: bool, device: torch.device,
 ) -> None:  # fmt: skip
     """Also where some tokens have logits that are larger than others by more than a float32 can hold (`jump`)."""
     from kvsketch.ops.replay_scores import kernel
@@ -123,10 +132,10 @@ def test_kernel_gives_the_reference(
     pads = None if hidden is None else torch.tensor(hidden, device=device)
     bare = chunks - 1 if pads is None else torch.tensor([chunks - 1, chunks], device=device)
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
-    for copies in (None, torch.randn_like(values[2])):
-        result = kernel.replay_scores(*values, 0.3, chunks, bare, pads, copies)
-        expected = reference.replay_scores(*values, 0.3, chunks, bare, pads, copies)
-        torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
+    copies = torch.randn_like(values[2]) if copied else None
+    result = kernel.replay_scores(*values, 0.3, chunks, bare, pads, copies)
+    expected = reference.replay_scores(*values, 0.3, chunks, bare, pads, copies)
+    torch.testing.assert_close(result, expected, atol=tolerance, rtol=tolerance)
 
 
 def test_shapes_that_do_not_fit_are_named() -> None:

@@ -45,7 +45,12 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     return model, tokenizer
 
 
-@pytest.fixture(scope="module", params=[(SHARED, 3), (APART, 2), (SHARED, 1)], ids=["shared", "in turns", "one row"])
+# One row is served in test_server.py.
+SERVED = [pytest.param((SHARED, 3), id="shared"), pytest.param((APART, 2), id="in turns")]
+SERVED.append(pytest.param((SHARED, 1), id="one row", marks=pytest.mark.thorough))
+
+
+@pytest.fixture(scope="module", params=SERVED)
 def server(
     request: pytest.FixtureRequest, loaded: tuple[Any, Any], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Server]:

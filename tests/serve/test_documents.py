@@ -24,6 +24,7 @@ from kvsketch.serve.engine import BatchedEngine
 from kvsketch.serve.requests import Request
 from kvsketch.serve.text import Template
 from tests.helpers import zoo
+from tests.helpers.common import also
 from tests.helpers.serving import settled
 from tests.helpers.tiny import save_tiny_model
 from tests.helpers.waiting import LONGEST_WAIT
@@ -326,7 +327,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from kvsketch.serve.documents import DocumentStore
 from tests.helpers.serving import settled
 
-tiny, folder, text = sys.argv[1:]
+tiny, folder, text, step = sys.argv[1:]
 model, tokenizer = AutoModelForCausalLM.from_pretrained(tiny).eval(), AutoTokenizer.from_pretrained(tiny)
 
 def child(moment):
@@ -346,7 +347,7 @@ def child(moment):
     store.close()
     os._exit(0 if status == "ready" else 3)
 
-for moment in range(1, 100, 3):
+for moment in range(1, 100, int(step)):
     pid = os.fork()
     if not pid:
         child(moment)
@@ -356,10 +357,11 @@ for moment in range(1, 100, 3):
 """
 
 
-def test_a_kill_leaves_no_broken_document(opened: Any, tiny: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("step", [7, *also(3)])
+def test_a_kill_leaves_no_broken_document(opened: Any, tiny: Path, tmp_path: Path, step: int) -> None:
     """Processes are killed in front of system calls that changes files; what they leave is whole or not there."""
     folder = tmp_path / "documents"
-    command = [sys.executable, "-c", KILLED, str(tiny), str(folder), TEXT]
+    command = [sys.executable, "-c", KILLED, str(tiny), str(folder), TEXT, str(step)]
     done = subprocess.run(command, capture_output=True, text=True, cwd=Path(__file__).parents[2])
     assert done.returncode == 0, done.stderr
     left = sorted(folder.iterdir())

@@ -25,6 +25,8 @@ NEAR = {
     "infinigen": "infinigen:budget=16:skip_layers=0",
     "quest, share": "quest:budget=50%:page=4:skip_layers=1",
 }
+# Settings of a method change what it reads, not how tokens move: they are usual in two tests.
+EACH = ["clusterkv", "quest", "infinigen", *also("clusterkv, groups", "quest, share")]
 
 
 def build(family: str) -> Any:
@@ -52,7 +54,7 @@ def test_offloaded_equals_on_device(name: str, pads: list[int]) -> None:
     model = build("llama")
     ids, mask = padded(tokens(2, 40), pads)
     caches = [CompressedCache(model, method) for method in both(name)]
-    assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=25) for c in caches])
+    assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=20) for c in caches])
     assert caches[0].host_bytes == 0 and caches[1].host_bytes > 0
     assert caches[0].tokens_stored == caches[1].tokens_stored
     assert caches[0].hit_rate is None and 0 < caches[1].hit_rate < 1
@@ -64,7 +66,7 @@ def test_without_a_hot_set_every_read_is_a_copy(name: str) -> None:
     model = build("llama")
     caches = [CompressedCache(model, f"{NEAR[name]}{more}") for more in ("", ":offload=host:keep_steps=0")]
     ids, mask = padded(tokens(2, 40), [0, 9])
-    assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=25) for c in caches])
+    assert_same([generate(model, ids, c, attention_mask=mask, max_new_tokens=12) for c in caches])
     assert caches[1].hit_rate == 0.0
 
 
@@ -91,11 +93,11 @@ def test_families(name: str, family: str) -> None:
     assert_same([generate(model, ids, CompressedCache(model, method)) for method in both(name)])
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", EACH)
 def test_a_short_prompt_moves_out_when_it_outgrows_the_budget(name: str) -> None:
     model, ids = build("llama"), tokens(1, 9)
     caches = [CompressedCache(model, method) for method in both(name)]
-    assert_same([generate(model, ids, c, max_new_tokens=30) for c in caches])
+    assert_same([generate(model, ids, c, max_new_tokens=20) for c in caches])
     assert caches[1].host_bytes > 0
 
 
@@ -107,29 +109,29 @@ def test_captured_steps(name: str, pads: list[int], length: int) -> None:
     inputs = {"input_ids": ids, "attention_mask": mask}
     near, far = both(name)
     expected = model.generate(
-        **inputs, past_key_values=CompressedCache(model, near), max_new_tokens=25, do_sample=False
+        **inputs, past_key_values=CompressedCache(model, near), max_new_tokens=18, do_sample=False
     )
     cache = CompressedCache(model, far)
-    assert kvsketch.generate(model, inputs, cache, max_new_tokens=25, do_sample=False).tolist() == expected.tolist()
-    assert cache.host_bytes > 0 and cache.tokens_seen == length + 24
+    assert kvsketch.generate(model, inputs, cache, max_new_tokens=18, do_sample=False).tolist() == expected.tolist()
+    assert cache.host_bytes > 0 and cache.tokens_seen == length + 17
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", EACH)
 def test_turns_and_chunks(name: str) -> None:
     """Several tokens at once bring everything back, are read exactly, and move out again."""
     model = build("llama")
     transcripts = []
     for method in both(name):
         cache = CompressedCache(model, method)
-        text = generate(model, tokens(2, 40), cache, prefill_chunk_size=11).sequences
+        text = generate(model, tokens(2, 40), cache, max_new_tokens=9, prefill_chunk_size=11).sequences
         for turn in range(2):
             text = torch.cat([text, tokens(2, 3 + 9 * turn, seed=turn)], 1)
-            text = generate(model, text, cache).sequences
+            text = generate(model, text, cache, max_new_tokens=9).sequences
         transcripts.append(text.tolist())
     assert transcripts[0] == transcripts[1]
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", EACH)
 def test_beams(name: str) -> None:
     model, ids, options = build("llama"), tokens(2, 30), {"num_beams": 3, "num_return_sequences": 3}
     sequences = [
@@ -138,7 +140,7 @@ def test_beams(name: str) -> None:
     assert sequences[0].tolist() == sequences[1].tolist()
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", EACH)
 def test_prompt_lookup(name: str) -> None:
     model, ids = build("llama"), tokens(1, 6).repeat(1, 6)
     options: dict[str, Any] = {"max_new_tokens": 16, "do_sample": False, "prompt_lookup_num_tokens": 3}
@@ -146,7 +148,7 @@ def test_prompt_lookup(name: str) -> None:
     assert texts[0] == texts[1]
 
 
-@pytest.mark.parametrize("name", NEAR)
+@pytest.mark.parametrize("name", EACH)
 def test_copies_are_independent(name: str) -> None:
     model, ids = build("llama"), tokens(1, 40)
     cache = CompressedCache(model, both(name)[1])
@@ -231,7 +233,8 @@ def test_a_prompt_that_is_too_short_for_codes_moves_when_it_has_grown(name: str,
 
 
 @pytest.mark.parametrize(
-    ("name", "bits"), [("clusterkv", "bits=4"), ("quest", "bits=4"), ("infinigen", "bits=4"), ("quest", "key_bits=8")]
+    ("name", "bits"),
+    [("clusterkv", "bits=4"), ("infinigen", "bits=4"), ("quest", "key_bits=8"), *also(("quest", "bits=4"))],
 )
 def test_codes_move_to_the_host_and_back(name: str, bits: str, tmp_path: Path) -> None:
     """What quantised tokens on the device give: steps, a second prompt, a file, other rows, a stream."""
