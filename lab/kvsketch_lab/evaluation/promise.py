@@ -116,5 +116,5 @@ class Text:
             "loss": float(lost.mean()), "worst": float(lost.max()), "kept": float(lost.mean() <= promise.loss),
             "curve": promise.as_dict()["curve"], "full_nll": -float(full.mean()),
             "answers": float((full_answers - answers).mean(0)[0]), "right": float(answers.mean(0)[1]),
-            "full_right": float(full_answers.mean(0)[1]),
+            "full_right": float(full_answers.mean(0)[1]), "asked": len(self.asks),
         }  # fmt: skip
