@@ -63,27 +63,45 @@ def test_more_rows_than_are_recorded_run_by_themselves() -> None:
     torch.testing.assert_close(step(other, recorded, new, 0), step(plain, None, new, 0))  # nothing is recorded yet
 
 
-@pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_graphs_of_a_gpu() -> None:
-    """The pool is let go with its forwards."""
-    outs = []
-    for records in (False, True):
-        served = two_requests()
-        joint, pool = served.joint, served.pool.cuda()
-        recorded, generator = RecordedSteps(joint, 8), torch.Generator().manual_seed(1)
-        for seen in range(4):
-            sizes = [(2, heads, SIZE) for heads in (HEADS * GROUP, HEADS, HEADS)]
-            new = [[torch.randn(size, generator=generator).cuda() for size in sizes] for _ in range(LAYERS)]
-            if records:
-                recorded.prepare(pool, *new[0])
-            joint.begin(pool)
-            read = recorded.decode if records else joint.decode
-            pages, before = torch.tensor([3, 1]).cuda(), torch.tensor([70, 90]).cuda() + seen
-            outs.append([read(layer, pages, before, *new[layer]).clone() for layer in range(LAYERS)])
-            joint.finish()
+def turns(device: str, records: bool) -> list[list[Tensor]]:
+    """What steps of one and of two requests by turns give; the pool is let go with its forwards."""
+    served = two_requests()
+    joint, pool = served.joint, served.pool.to(device, copy=True)
+    recorded = RecordedSteps(joint, 8, record=None if device == "cuda" else lambda run, layer: run)
+    recorded.sizes = [1, 4]
+    generator, result, seen = torch.Generator().manual_seed(1), [], {1: 90, 3: 70}
+    for pages in ([3, 1], [1], [1, 3], [3], [3, 1], [1]):
+        sizes = [(len(pages), heads, SIZE) for heads in (HEADS * GROUP, HEADS, HEADS)]
+        new = [[torch.randn(size, generator=generator).to(device) for size in sizes] for _ in range(LAYERS)]
+        if records:
+            recorded.prepare(pool, *new[0])
+        joint.begin(pool)
+        read = recorded.decode if records else joint.decode
+        before = torch.tensor([seen[page] for page in pages]).to(device)
+        at = torch.tensor(pages).to(device)
+        result.append([read(layer, at, before, *new[layer]).clone() for layer in range(LAYERS)])
+        joint.finish()
+        seen |= {page: seen[page] + 1 for page in pages}
+    if device == "cuda":
         lies = pool.untyped_storage().data_ptr()
         gc.collect()
         views = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_cuda]
         assert sum(each.untyped_storage().data_ptr() == lies for each in views) == 1
-    torch.testing.assert_close(outs[:4], outs[4:])
+    return result
+
+
+@pytest.mark.parametrize(
+    "device",
+    [
+        "cpu",
+        pytest.param(
+            "cuda",
+            marks=[
+                pytest.mark.gpu,
+                pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU"),
+            ],
+        ),
+    ],
+)
+def test_different_numbers_of_rows_share_their_memory(device: str) -> None:
+    torch.testing.assert_close(turns(device, True), turns(device, False))

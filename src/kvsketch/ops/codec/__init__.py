@@ -119,11 +119,8 @@ def _signs(size: int, seed: int, device: torch.device) -> Tensor:
 
 @functools.lru_cache(maxsize=64)
 def _rotation(codec: Codec, device: torch.device) -> Tensor:
-    return (
-        rotate(torch.eye(codec.size, dtype=torch.float32), codec.signs(torch.device("cpu")), codec.block)
-        .T.contiguous()
-        .to(device)
-    )
+    whole = rotate(torch.eye(codec.size, dtype=torch.float32), codec.signs(torch.device("cpu")), codec.block)
+    return whole.T.contiguous().to(device)
 
 
 @functools.lru_cache(maxsize=64)
